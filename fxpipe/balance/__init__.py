@@ -1,0 +1,1 @@
+"""Solvers: costs in, cuts out. They know no torch and no graph."""

@@ -1,0 +1,218 @@
+"""Every private torch name that fxpipe uses, behind a public one of ours.
+
+Each says on which versions of torch it was checked. A new minor version of torch is first looked at
+here: ``tests/test_compat.py`` fails on a version that nobody looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.distributed.distributed_c10d import Store
+from torch.fx import _symbolic_trace
+
+CHECKED_VERSIONS = ("2.13", "2.14")
+"""Minor versions of torch on which every name below was tried."""
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of the memory of a tensor, real or fake; views of one another have the same.
+
+    ``UntypedStorage._cdata``, checked on 2.13.0 and 2.14.1. The public ``data_ptr`` raises on
+    fakes.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def share_module(module: nn.Module) -> nn.Module:
+    """A copy of a module with modes of its own, whose parameters and buffers are those of `module`.
+
+    ``Module._modules`` and the layout of ``__dict__``, checked on 2.13.0 and 2.14.1. ``copy.copy``
+    would share the dictionary of submodules, and with it their train and eval mode.
+    """
+    shared = type(module).__new__(type(module))
+    vars(shared).update(vars(module))
+    vars(shared)["_modules"] = {
+        name: None if child is None else share_module(child)
+        for name, child in module._modules.items()
+    }
+    return shared
+
+
+def replace_state(module: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Puts `new` wherever a module itself (not its submodules) holds the parameter or buffer `old`.
+
+    ``Module._parameters`` and ``_buffers``, checked on 2.13.0 and 2.14.1. The dictionaries are
+    copied first, since a module made by `share_module` shares them with the original; recurrent
+    layers hold lists of weights too.
+    """
+    for kind in ("_parameters", "_buffers"):
+        if any(t is old for t in vars(module)[kind].values()):
+            held = {n: new if t is old else t for n, t in vars(module)[kind].items()}
+            vars(module)[kind] = held
+    for name, value in list(vars(module).items()):
+        if isinstance(value, list) and any(v is old for v in value):
+            vars(module)[name] = [new if v is old else v for v in value]
+
+
+def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
+    """Names of a module's own buffers that are not part of its state dict.
+
+    ``Module._non_persistent_buffers_set``, checked on 2.13.0 and 2.14.1.
+    """
+    return frozenset(module._non_persistent_buffers_set)
+
+
+def run_backward(
+    roots: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], keep_graph: bool = False
+) -> None:
+    """``torch.autograd.backward`` without its argument checks, which cost 20 us a call.
+
+    ``torch.autograd.graph._engine_run_backward``, checked on 2.13.0 and 2.14.1.
+    """
+    torch.autograd.graph._engine_run_backward(
+        roots, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class Container(NamedTuple):
+    """How torch's pytree takes instances of a registered class apart and puts them together."""
+
+    flatten: Callable[[Any], tuple[Iterable[Any], Any]]
+    unflatten: Callable[[Iterable[Any], Any], Any]
+
+
+def registered_container(cls: type) -> Container | None:
+    """What was registered for `cls` with torch's pytree, by torch, a library or the user.
+
+    ``torch.utils._pytree.SUPPORTED_NODES``, checked on 2.14.1.
+    """
+    if (node := torch.utils._pytree.SUPPORTED_NODES.get(cls)) is None:
+        return None
+    return Container(node.flatten_fn, node.unflatten_fn)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode under which operators compute shapes and no data; plain tensors are taken as fakes.
+
+    ``torch._subclasses.FakeTensorMode``, checked on 2.14.1. There is no public way to make one.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a fake tensor raises when data is asked of it.
+
+``torch._subclasses.fake_tensor``, checked on 2.14.1.
+"""
+
+
+@contextlib.contextmanager
+def wrapped_functions_made_by(
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[None]:
+    """Lets `make` build what stands for a function given to ``torch.fx.wrap`` while fx traces.
+
+    ``torch.fx._symbolic_trace._create_wrapped_func``, checked on 2.14.1. fx's own expects a proxy
+    for every result, which fails for functions that return a tuple.
+    """
+    original = _symbolic_trace._create_wrapped_func
+    _symbolic_trace._create_wrapped_func = make  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _symbolic_trace._create_wrapped_func = original
+
+
+def forget_tracer(graph: fx.Graph) -> None:
+    """Lets a graph module made of `graph` be unpickled by fx's own tracer.
+
+    ``Graph._tracer_cls``, checked on 2.14.1: the class is called without arguments when unpickling.
+    """
+    graph._tracer_cls = None
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""The function that ``no_grad`` and its kin call, seen by function modes; checked on 2.14.1."""
+
+enter_autocast: Callable[..., Any] = torch.amp._enter_autocast
+exit_autocast: Callable[[Any], None] = torch.amp._exit_autocast
+"""Functions that open and close an autocast region, as torch.export records them; checked on 2.14.1."""
+
+
+def autocast_arguments(region: torch.autocast) -> tuple[str, torch.dtype, bool, bool]:
+    """What `enter_autocast` takes to open the same region.
+
+    ``autocast._enabled`` and ``_cache_enabled``, checked on 2.14.1.
+    """
+    dtype = region.fast_dtype
+    assert dtype is not None
+    return region.device, dtype, region._enabled, region._cache_enabled
+
+
+CHECKPOINT_GENERATORS = tuple(
+    name
+    for name in (
+        "_checkpoint_without_reentrant_generator_impl",
+        "_checkpoint_without_reentrant_generator",
+    )
+    if hasattr(torch.utils.checkpoint, name)
+)
+"""Generators in ``torch.utils.checkpoint`` that run up to their yield before the function of
+``checkpoint(use_reentrant=False)`` and to their end after it; checked on 2.14.1."""
+
+
+def state_of(
+    module: nn.Module,
+) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:
+    """A module's own dictionaries of parameters and of buffers; to write them is to replace state.
+
+    ``Module._parameters`` and ``Module._buffers``, checked on 2.14.1.
+    """
+    return module._parameters, module._buffers
+
+
+class Group(Protocol):
+    """A c10d backend, called without the registry and the dispatcher that ``dist`` puts around it.
+
+    Peers are indices in the group. The methods are public; torch's stubs leave them out.
+    """
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> dist.Work: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> dist.Work: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+def gloo_group(store: Store, rank: int, size: int) -> Group:
+    """A gloo group of its own, with one connection to each peer, all made now.
+
+    ``ProcessGroupGloo._Options``, checked on 2.13.0 and 2.14.1. Without options the group follows
+    TORCH_GLOO_LAZY_INIT, and the first transfer between two ranks then blocks until both have begun
+    one; and it opens one set of connections for each interface in GLOO_SOCKET_IFNAME, of which a
+    failure closes one.
+    """
+    make = dist.ProcessGroupGloo
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    options = cast(Any, make)._Options()
+    options._devices = [
+        make.create_device(interface=interface, lazy_init=False)
+        if interface
+        else make.create_default_device(lazy_init=False)
+    ]
+    return cast(Group, make(store, rank, size, options))

@@ -1,0 +1,259 @@
+"""From a module and a batch to stages that can run: the only file that knows the whole order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.cost.flops import annotate_costs
+from fxpipe.cost.table import NodeCost
+from fxpipe.errors import OptionError
+from fxpipe.ir.annotations import (
+    canonical_name,
+    cost_of,
+    module_path_of,
+    require_stage,
+    routes_of,
+    set_canonical_names,
+    source_of,
+    tied_parameters,
+)
+from fxpipe.ir.cuts import placed_nodes
+from fxpipe.ir.edges import state_names
+from fxpipe.manager import Pass, Step, run_passes
+from fxpipe.options import CompileOptions
+from fxpipe.passes import AssignStages, BalanceStages, FollowOwners, default_passes
+from fxpipe.runtime.microbatches import BatchDims, batch_dims_of
+from fxpipe.runtime.stage import Stage
+from fxpipe.schedule import Program, Routes, Schedule, add_transfers, make_schedule, verify
+from fxpipe.shapes import ShapeProbe, edge_names
+from fxpipe.split import StageGraph, peel, split_stages
+from fxpipe.trace import Traced, trace
+from fxpipe.trace.inputs import InputBinder, placeholder_names
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A model in one mode, cut into stages.
+
+    Args:
+        name: class of the model.
+        traced: the graph as captured, and how batches bind to it.
+        graph: the whole graph after the passes, with send and recv nodes.
+        steps: what each pass did.
+        stage_graphs: one a stage, with send and recv nodes.
+        stages: one a stage, ready to run.
+        routes: between which stages tensors and gradients go.
+        probe: finds the shapes of what crosses.
+        batch_dims: along which dimension each input is cut.
+        cuts: name of the first node of stages 1, 2, ...
+        owners: stages that hold each parameter and buffer the graph reads, by canonical name.
+        tied: those parameters that several stages hold.
+        costs: cost of each stage for one microbatch.
+    """
+
+    name: str
+    traced: Traced
+    graph: fx.GraphModule
+    steps: tuple[Step, ...]
+    stage_graphs: tuple[StageGraph, ...]
+    stages: tuple[Stage, ...]
+    routes: Routes
+    probe: ShapeProbe
+    batch_dims: BatchDims
+    cuts: tuple[str, ...]
+    owners: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, tuple[int, ...]]
+    costs: tuple[NodeCost, ...]
+
+
+def compile_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: CompileOptions,
+    *,
+    canonical: Mapping[str, str],
+    rows_wanted: int,
+    training: bool,
+    like: Compiled | None = None,
+) -> Compiled:
+    """Traces the model on one microbatch of a batch and cuts the graph.
+
+    Args:
+        model: in the mode that is wanted.
+        args: positional inputs of a batch.
+        kwargs: keyword inputs of a batch.
+        options: checked options.
+        canonical: first name of the same tensor, for every name of a parameter or buffer.
+        rows_wanted: M, into which the batch is cut to get one microbatch.
+        training: backward will run.
+        like: an earlier result for the same model; stages keep the parameters they have there.
+    """
+    start = time.perf_counter()
+    piece_args, piece_kwargs, dims = _one_microbatch(model, args, kwargs, options, rows_wanted)
+    traced = trace(model, piece_args, piece_kwargs, leaf_modules=options.leaf_modules)
+    set_canonical_names(traced.module, canonical)
+    annotate_costs(traced.module)
+    passes = default_passes(_placing_pass(options, like), training=training)
+    graph, steps = run_passes(traced.module, passes)
+    stage_graphs = split_stages(graph)
+    input_index = {p.name: i for i, p in enumerate(traced.inputs.placeholders)}
+    sizes = list(dict.fromkeys(name for s in stage_graphs for name in s.sizes))
+    size_index = {name: i for i, name in enumerate(sizes)}
+    origins = {n.name: _origin(n) for n in graph.graph.nodes}
+    stages = tuple(peel(s, input_index, size_index, origins) for s in stage_graphs)
+    owners = _owners(graph)
+    compiled = Compiled(
+        name=type(model).__name__,
+        traced=traced,
+        graph=graph,
+        steps=tuple(steps),
+        stage_graphs=tuple(stage_graphs),
+        stages=stages,
+        routes=_routes(graph),
+        probe=ShapeProbe(traced.module, edge_names(graph), sizes, training=training),
+        batch_dims=dims,
+        cuts=_cuts(graph),
+        owners=owners,
+        tied=dict(tied_parameters(graph)),
+        costs=_stage_costs(graph, options.stages),
+    )
+    log.info(
+        "compiled model=%s stages=%d nodes=%d edges=%d front_end=%s seconds=%.2f",
+        type(model).__name__,
+        options.stages,
+        len(graph.graph.nodes),
+        len(edge_names(graph)),
+        traced.front_end,
+        time.perf_counter() - start,
+    )
+    return compiled
+
+
+def make_program(
+    compiled: Compiled, options: CompileOptions, microbatches: int, *, forward_only: bool
+) -> tuple[Schedule, Program]:
+    """The order of each rank, with transfers; proven complete and free of deadlock.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+    """
+    schedule = make_schedule(
+        options.schedule,
+        stages=options.stages,
+        chunks=options.chunks,
+        microbatches=microbatches,
+        forward_only=forward_only,
+    )
+    routes = Routes(compiled.routes.forward, ()) if forward_only else compiled.routes
+    program = add_transfers(schedule, routes)
+    verify(
+        program,
+        placement=schedule.placement,
+        routes=routes,
+        microbatches=microbatches,
+        forward_only=forward_only,
+    )
+    return schedule, program
+
+
+@contextlib.contextmanager
+def modes(model: nn.Module, training: Mapping[str, bool]) -> Iterator[None]:
+    """Puts every module of the model in the mode given for its name; restores them at the end."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        for name, module in model.named_modules():
+            module.training = training[name]
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def _one_microbatch(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: CompileOptions,
+    count: int,
+) -> tuple[tuple[Any, ...], dict[str, Any], BatchDims]:
+    """The first microbatch of a batch as arguments of forward, and how batches are cut."""
+    binder = InputBinder(model)
+    unknown = sorted(set(options.batch_dims) - set(binder.signature.parameters))
+    if unknown:
+        raise OptionError(
+            f"batch_dims names {unknown[0]!r}, which forward does not have",
+            at=f"forward{binder.signature}",
+            hint=f"parameters are: {', '.join(binder.signature.parameters)}",
+        )
+    bound = binder.bind(args, kwargs)
+    inputs = [
+        named
+        for named, leaf in zip(placeholder_names(bound.structure), bound.leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    dims = batch_dims_of([n for _, n in inputs], [p for p, _ in inputs], options.batch_dims)
+    dims.rows(bound.tensors)
+    piece = dims.split(bound.tensors, count)[0]
+    replaced = iter(piece)
+    leaves = [next(replaced) if isinstance(v, torch.Tensor) else v for v in bound.leaves]
+    arguments = bound.structure.unflatten(leaves)
+    return (*binder.call_form(arguments, args, kwargs), dims)
+
+
+def _placing_pass(options: CompileOptions, like: Compiled | None) -> Pass:
+    if like is not None:
+        return FollowOwners(options.stages, dict(like.owners), like.cuts)
+    if options.cuts is not None:
+        return AssignStages(tuple(options.cuts))
+    return BalanceStages(options.stages, by=options.balance)
+
+
+def _origin(node: fx.Node) -> str:
+    """Where in the user's model a node comes from."""
+    path = module_path_of(node)
+    module = f"{path[-1][0] or 'the model'} ({path[-1][1]})" if path else ""
+    return ", ".join(part for part in (module, source_of(node)) if part)
+
+
+def _routes(graph: fx.GraphModule) -> Routes:
+    routes = [r for n in graph.graph.nodes for r in routes_of(n)]
+    return Routes(
+        tuple(sorted({(r.source, r.target) for r in routes})),
+        tuple(sorted({(r.target, r.gradient_to) for r in routes if r.gradient_to is not None})),
+    )
+
+
+def _cuts(graph: fx.GraphModule) -> tuple[str, ...]:
+    first: dict[int, str] = {}
+    for node in placed_nodes(graph):
+        if "val" in node.meta and not node.name.startswith("recv_"):
+            first.setdefault(require_stage(node), node.name)
+    return tuple(first[s] for s in sorted(first) if s > 0)
+
+
+def _owners(graph: fx.GraphModule) -> dict[str, tuple[int, ...]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for node in graph.graph.nodes:
+        for name in state_names(graph, node):
+            found[canonical_name(graph, name)].add(require_stage(node))
+    return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+
+def _stage_costs(graph: fx.GraphModule, stages: int) -> tuple[NodeCost, ...]:
+    total = [NodeCost() for _ in range(stages)]
+    for node in graph.graph.nodes:
+        if node.op != "output" and "fxpipe.cost" in node.meta:
+            total[require_stage(node)] += cost_of(node)
+    return tuple(total)

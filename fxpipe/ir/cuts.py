@@ -1,0 +1,159 @@
+"""Where a graph may be cut: which nodes stay together, and which belong to no place.
+
+**Terms.** A *free* node is computed wherever it is read: inputs, parameters, and sizes made of
+them. The other nodes are *placed*; a cut stands before a placed node, and all placed nodes before
+it belong to earlier stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fxpipe import compat
+from fxpipe.ir.annotations import mutates_of, result_is_of, updates_buffers, value_of
+from fxpipe.ir.edges import state_names
+from fxpipe.ir.values import has_tensor, tensors_in
+
+
+def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
+    """Inputs, parameters and buffers, and values without a tensor that are made of these alone."""
+    free: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr") or (
+            node.op in ("call_function", "call_method")
+            and not has_tensor(value_of(node))
+            and value_of(node) is not None
+            and not node.is_impure()
+            and all(n in free for n in node.all_input_nodes)
+            and node.all_input_nodes
+        ):
+            free.add(node)
+    return free
+
+
+def placed_nodes(gm: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that a cut separates, in graph order."""
+    free = free_nodes(gm)
+    return [n for n in gm.graph.nodes if n not in free and n.op != "output"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bond:
+    """No cut may stand before a placed node with ``first < index <= last``, or numbers change."""
+
+    first: int
+    last: int
+    reason: str
+
+
+def bonds(gm: fx.GraphModule) -> list[Bond]:
+    """Stretches of the placed nodes that one stage must hold as a whole."""
+    nodes = list(gm.graph.nodes)
+    at = {n: i for i, n in enumerate(nodes)}
+    found = [*_containers(nodes, at), *_written_views(nodes, at), *_written_state(gm, nodes, at)]
+    found += _regions(nodes)
+    placed = [at[n] for n in placed_nodes(gm)]
+    return [b for b in (_on_placed(b, placed) for b in found) if b.first < b.last]
+
+
+def _on_placed(bond: Bond, placed: list[int]) -> Bond:
+    """The bond with graph positions turned into indices of placed nodes."""
+    inside = [i for i, position in enumerate(placed) if bond.first <= position <= bond.last]
+    first, last = (inside[0], inside[-1]) if inside else (0, 0)
+    return Bond(first, last, bond.reason)
+
+
+def _containers(nodes: list[fx.Node], at: dict[fx.Node, int]) -> Iterator[Bond]:
+    for node in nodes:
+        value = value_of(node) if node.op != "output" else None
+        if node.users and has_tensor(value) and not isinstance(value, torch.Tensor):
+            last = max(at[u] for u in node.users)
+            yield Bond(at[node], last, f"%{node} is a container of tensors")
+
+
+def _written_views(nodes: list[fx.Node], at: dict[fx.Node, int]) -> Iterator[Bond]:
+    """Other names of a tensor that is written in place, and read after the write."""
+    sharing: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        if node.op != "output":
+            for storage in {compat.storage_id(t) for t in tensors_in(value_of(node))}:
+                sharing[storage].append(node)
+    by_name = {n.name: n for n in nodes}
+    for write in nodes:
+        for name in mutates_of(write):
+            for storage in {compat.storage_id(t) for t in tensors_in(value_of(by_name[name]))}:
+                names = [n for n in sharing[storage] if at[n] < at[write]]
+                read = [n for n in names if any(at[u] >= at[write] for u in n.users)]
+                last = max(
+                    (at[u] for n in read for u in n.users if at[u] > at[write]), default=at[write]
+                )
+                # One name alone may cross before the write: the receiving stage writes its own
+                # copy.
+                first = at[write] if len(read) < 2 else at[read[1]]
+                if write.op != "output" and result_is_of(write) == name and len(read) < 2:
+                    continue
+                yield Bond(first, last, f"%{write} writes a tensor that has other names")
+
+
+def _written_state(
+    gm: fx.GraphModule, nodes: list[fx.Node], at: dict[fx.Node, int]
+) -> Iterator[Bond]:
+    """A buffer that is written lives on one stage with everything that reads it."""
+    users: dict[int, list[int]] = defaultdict(list)
+    names: dict[int, str] = {}
+    written: set[int] = set()
+    for node in nodes:
+        for name in state_names(gm, node):
+            key = id(_state(gm, name))
+            names.setdefault(key, name)
+            if node.op == "get_attr":
+                users[key] += [at[u] for u in node.users]
+            else:
+                users[key].append(at[node])
+                if updates_buffers(node) and name in dict(gm.named_buffers(remove_duplicate=False)):
+                    written.add(key)
+            if node.op == "get_attr" and any(
+                updates_buffers(u) or node.name in mutates_of(u) for u in node.users
+            ):
+                written.add(key)
+    for key in written:
+        yield Bond(min(users[key]), max(users[key]), f"buffer {names[key]} is written")
+
+
+def _state(gm: fx.GraphModule, name: str) -> object:
+    path, _, last = name.rpartition(".")
+    return getattr(gm.get_submodule(path), last)
+
+
+def _regions(nodes: list[fx.Node]) -> Iterator[Bond]:
+    """Autocast and gradient-mode blocks: entered and left on the same stage."""
+    open_at: list[int] = []
+    for i, node in enumerate(nodes):
+        if node.target is compat.enter_autocast:
+            open_at.append(i)
+        elif node.target is compat.exit_autocast:
+            yield Bond(open_at.pop(), i, "an autocast region spans it")
+    modes = [(i, n) for i, n in enumerate(nodes) if n.target is compat.set_grad_enabled]
+    start: int | None = None
+    for i, node in modes:
+        if node.args[0] is False and start is None:
+            start = i
+        elif node.args[0] is True and start is not None:
+            yield Bond(start, i, "a region without gradients spans it")
+            start = None
+    if start is not None:
+        yield Bond(start, len(nodes) - 1, "a region without gradients spans it")
+
+
+def cut_reasons(gm: fx.GraphModule) -> list[str | None]:
+    """For each placed node, why no cut may stand before it; None where one may."""
+    reasons: list[str | None] = [None] * len(placed_nodes(gm))
+    for bond in bonds(gm):
+        for i in range(bond.first + 1, bond.last + 1):
+            reasons[i] = bond.reason
+    return reasons

@@ -1,0 +1,352 @@
+"""The pipeline object: what ``compile`` returns and users train with."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.compiler import Compiled, compile_model, modes
+from fxpipe.errors import FxpipeError, OptionError
+from fxpipe.log import warn_once
+from fxpipe.options import CompileOptions
+from fxpipe.plan import Plan, make_plan
+from fxpipe.runtime.clip import clip_grad_norm
+from fxpipe.runtime.driver import Driver, make_driver
+from fxpipe.runtime.state import ModelState
+from fxpipe.schedule import Action, Timeline, make_schedule
+from fxpipe.session import Held, Session, StepResult, hold
+from fxpipe.trace.inputs import BoundInputs, InputBinder
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """A model cut into stages, with the schedule that drives them.
+
+    Made by ``fxpipe.compile``. Every rank makes the same calls with the same batches.
+
+    Args:
+        model: the model; shared, never modified.
+        options: checked options.
+        mesh: mesh with a ``"pp"`` dimension; None: one over all ranks.
+        example_inputs: (args, kwargs) of a batch; None: compiled at the first step from its batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: CompileOptions,
+        *,
+        mesh: DeviceMesh | None = None,
+        example_inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.options = options
+        self._model = model
+        self._binder = InputBinder(model)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._driver: Driver = make_driver(options.transport, options.ranks, mesh, device)
+        self._placement = _placement(options)
+        self._training = {name: module.training for name, module in model.named_modules()}
+        self._state = ModelState(model)
+        self._compiled: dict[Hashable, tuple[Compiled, Held]] = {}
+        self._sessions: dict[Hashable, Session] = {}
+        self._first: Compiled | None = None
+        self._first_training = True
+        self._planned_microbatches = options.wanted_microbatches
+        if example_inputs is not None:
+            args, kwargs = example_inputs
+            self._compile(self._binder.bind(args, kwargs), tuple(args), dict(kwargs))
+
+    # ---------------------------------------------------------------------------------------
+    # Running
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Runs one batch forward and backward and adds to the gradients.
+
+        In eval mode, or inside ``torch.no_grad()``, forward and loss alone.
+
+        Args:
+            args: positional inputs of the model, the whole batch.
+            target: what the loss compares with, the whole batch: a tensor or a container of
+                tensors, cut along dimension 0.
+            kwargs: keyword inputs of the model.
+
+        Returns:
+            The loss of the batch on every rank, and its output where the last stage is.
+
+        Raises:
+            InputError: the batch does not fit the model.
+            RankError: a rank failed; every rank raises it with the same cause.
+        """
+        backward = self.training and torch.is_grad_enabled()
+        bound = self._binder.bind(args, kwargs)
+        session = self._session(bound, args, kwargs, with_loss=True, with_backward=backward)
+        return session.run(bound.tensors, target)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one batch forward.
+
+        Returns:
+            The output of the batch in the model's own structure, on the ranks that hold the last
+            stage; None elsewhere.
+
+        Raises:
+            FxpipeError: gradients are wanted: that is what `step` is for.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise FxpipeError(
+                "a call in train mode would give an output without gradients",
+                hint="use step(), or call eval() first, or call inside torch.no_grad()",
+            )
+        bound = self._binder.bind(args, kwargs)
+        session = self._session(bound, args, kwargs, with_loss=False, with_backward=False)
+        return session.run(bound.tensors, None).output
+
+    def train(self, mode: bool = True) -> Self:
+        """Puts the pipeline, not the model that was handed in, in train mode."""
+        self._training = dict.fromkeys(self._training, mode)
+        return self
+
+    def eval(self) -> Self:
+        """Puts the pipeline, not the model that was handed in, in eval mode."""
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model as a whole is in train mode."""
+        return bool(self._training[""])
+
+    # ---------------------------------------------------------------------------------------
+    # Parameters and state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, under their original names; a tied one under its first name."""
+        yield from self._held_parameters().items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, each once."""
+        yield from self._held_parameters().values()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's buffers, under their original names."""
+        for name, buffer in self._state.buffers().items():
+            if self._is_here(name):
+                yield name, buffer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of this rank's parameters, as ``nn.Module.zero_grad`` does."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad = torch.zeros_like(parameter.grad)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clips the gradients by their norm over all stages, every parameter counted once.
+
+        Every rank calls it.
+
+        Returns:
+            The norm before clipping, on every rank.
+        """
+        here = self._held_parameters()
+        owned = [p for name, p in here.items() if self._owner_rank(name) in self._driver.ranks]
+        return clip_grad_norm(
+            list(here.values()),
+            owned,
+            None if self._driver.is_whole else self._driver.collectives,
+            rank=self._driver.ranks[0],
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """This rank's entries of the model's state dict, under the original names."""
+        return self._state.state_dict(self._is_here)
+
+    def full_state_dict(self) -> OrderedDict[str, Any]:
+        """The model's whole state dict, gathered on every rank. Every rank calls it."""
+        if self._driver.is_whole:
+            return self.state_dict()
+        rank = self._driver.ranks[0]
+        return self._state.gather(self.state_dict(), self._driver.collectives, rank)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads this rank's entries from its own, or from the whole, state dict.
+
+        Raises:
+            InputError: `strict`, and an entry of this rank is missing or one is not of the model.
+        """
+        self._state.load(state_dict, self._is_here, strict=strict)
+
+    def _held_parameters(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self._state.parameters().items() if self._is_here(n)}
+
+    def _is_here(self, name: str) -> bool:
+        """Whether this process holds the parameter or buffer of that canonical name."""
+        ranks = self._driver.ranks
+        return self._driver.is_whole or any(
+            self._placement[s] in ranks for s in self._owner_stages(name)
+        )
+
+    def _owner_rank(self, name: str) -> int:
+        return self._placement[self._owner_stages(name)[0]]
+
+    def _owner_stages(self, name: str) -> tuple[int, ...]:
+        # What no stage reads, the first one keeps: it is saved and loaded, and never gets a
+        # gradient.
+        return self._require_compiled().owners.get(name, (0,))
+
+    # ---------------------------------------------------------------------------------------
+    # Looking inside
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the model has been traced and cut."""
+        return self._first is not None
+
+    def graph(self, stage: int) -> fx.GraphModule:
+        """The graph of one stage, with its send and recv nodes."""
+        self._check_index("stage", stage, self.options.stages)
+        return self._require_compiled().stage_graphs[stage].module
+
+    def program(self, rank: int) -> tuple[Action, ...]:
+        """The actions of one rank, transfers included."""
+        self._check_index("rank", rank, self.options.ranks)
+        return self.plan.program[rank]
+
+    def code(self, rank: int) -> str:
+        """The script of one rank, as `emit` writes it."""
+        from fxpipe.emit.script import rank_code
+
+        self._check_index("rank", rank, self.options.ranks)
+        return rank_code(self._require_compiled(), self.plan, rank)
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided: cuts, schedule, costs and transfers of every stage."""
+        compiled, count = self._require_compiled(), self._planned_microbatches
+        return make_plan(compiled, self.options, count, training=self._first_training)
+
+    def report(self) -> str:
+        """The plan as text."""
+        return self.plan.report()
+
+    def simulate(self) -> Timeline:
+        """One step as predicted from the estimated costs of the stages."""
+        return self.plan.simulate()
+
+    def emit(self, folder: str | Path) -> Path:
+        """Writes scripts that run one step after another without the compiler.
+
+        Returns:
+            Path of ``run.py``, to be started by ``torchrun --nproc-per-node <ranks>``.
+        """
+        from fxpipe.emit.script import emit
+
+        return emit(self._require_compiled(), self.plan, Path(folder))
+
+    def _check_index(self, what: str, index: int, count: int) -> None:
+        if not 0 <= index < count:
+            raise OptionError(f"there is no {what} {index}", hint=f"{what}s are 0 to {count - 1}")
+
+    def _require_compiled(self) -> Compiled:
+        if self._first is None:
+            raise FxpipeError(
+                "the pipeline is not compiled yet: no batch has been seen",
+                hint="pass example_inputs=(args, kwargs) to compile, or run a step first",
+            )
+        return self._first
+
+    # ---------------------------------------------------------------------------------------
+    # Compiling
+
+    def _session(
+        self,
+        bound: BoundInputs,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        with_loss: bool,
+        with_backward: bool,
+    ) -> Session:
+        compiled, held = self._compile(bound, args, kwargs)
+        rows = compiled.batch_dims.rows(bound.tensors)
+        count = self._microbatches(rows)
+        key = (id(compiled), count, with_loss, with_backward)
+        if key not in self._sessions:
+            self._sessions[key] = Session(
+                compiled,
+                held,
+                self.options,
+                self._driver,
+                microbatches=count,
+                with_loss=with_loss,
+                with_backward=with_backward,
+            )
+        return self._sessions[key]
+
+    def _microbatches(self, rows: int) -> int:
+        wanted = self.options.wanted_microbatches
+        if rows < wanted and self.options.microbatches is not None:
+            warn_once(
+                log, "a batch of %d rows is cut into %d microbatches, not %d", rows, rows, wanted
+            )
+        return min(wanted, rows)
+
+    def _compile(
+        self, bound: BoundInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Compiled, Held]:
+        """The graph for this mode and this structure of inputs; traced if there is none yet."""
+        mode = tuple(self._training.values())
+        frozen = tuple(p.requires_grad for p in self._model.parameters())
+        key = (mode, frozen, bound.key)
+        if key not in self._compiled:
+            rows_wanted = self._count_for_trace(bound)
+            with modes(self._model, self._training):
+                compiled = compile_model(
+                    self._model,
+                    args,
+                    kwargs,
+                    self.options,
+                    canonical=self._state.canonical,
+                    rows_wanted=rows_wanted,
+                    training=self.training,
+                    like=self._first,
+                )
+            if self._first is None:
+                self._first, self._first_training = compiled, self.training
+                self._planned_microbatches = self._microbatches(
+                    compiled.batch_dims.rows(bound.tensors)
+                )
+            held = hold(
+                compiled, self._placement, self._driver.ranks, self._state, self._driver.device
+            )
+            self._compiled[key] = (compiled, held)
+        return self._compiled[key]
+
+    def _count_for_trace(self, bound: BoundInputs) -> int:
+        """M for a batch whose batch dimensions are not known yet: pieces keep at least one row."""
+        rows = [t.shape[0] for t in bound.tensors if t.dim()]
+        return max(1, min([self.options.wanted_microbatches, *rows]))
+
+
+def _placement(options: CompileOptions) -> tuple[int, ...]:
+    """Rank of every stage, whatever the number of microbatches."""
+    schedule = make_schedule(
+        options.schedule, stages=options.stages, chunks=options.chunks, microbatches=1
+    )
+    return schedule.placement

@@ -1,0 +1,158 @@
+"""Keeps the regions of the user's code in the graph while it is traced.
+
+An autocast block becomes a node that opens it and one that closes it; what switches gradients off and
+on becomes a node; a custom ``autograd.Function`` becomes one node, since fx would record its forward
+and lose its backward; the nodes of an activation checkpoint are marked with its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+from fxpipe.compat import (
+    CHECKPOINT_GENERATORS,
+    autocast_arguments,
+    enter_autocast,
+    exit_autocast,
+)
+from fxpipe.trace.proxies import UntraceableError, proxies_in
+
+if TYPE_CHECKING:
+    from fxpipe.trace.tracer import ValueTracer
+
+
+@contextlib.contextmanager
+def regions_recorded(tracer: ValueTracer) -> Iterator[None]:
+    """While inside, regions that the model's code opens become part of the tracer's graph."""
+    with (
+        _autocast_recorded(tracer),
+        _functions_recorded(tracer),
+        _checkpoints_marked(tracer),
+        _inference_mode_refused(tracer),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def _autocast_recorded(tracer: ValueTracer) -> Iterator[None]:
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    opened: dict[int, list[Any]] = {}  # by region, since one object may be entered again
+
+    @functools.wraps(enter)
+    def record_enter(self: torch.autocast) -> Any:
+        if not tracer.busy:
+            node = tracer.record_region(enter_autocast, autocast_arguments(self))
+            opened.setdefault(id(self), []).append(node)
+        return enter(self)
+
+    @functools.wraps(leave)
+    def record_exit(self: torch.autocast, *error: Any) -> Any:
+        if not tracer.busy and opened.get(id(self)):
+            tracer.record_region(exit_autocast, (opened[id(self)].pop(),))
+        return leave(self, *error)
+
+    with (
+        _replaced(torch.autocast, "__enter__", record_enter),
+        _replaced(torch.autocast, "__exit__", record_exit),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _functions_recorded(tracer: ValueTracer) -> Iterator[None]:
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # a bound method of the user's class: it compares equal to cls.apply, pickles and imports
+        function = original.__get__(None, cls)
+        if tracer.busy or not proxies_in((args, kwargs)):
+            return function(*args, **kwargs)
+        if cls is CheckpointFunction:
+            run, _, *inputs = args
+            with tracer.checkpoint_region():
+                return run(*inputs)
+        return tracer.record("call_function", function, args, kwargs, name=_snake(cls.__name__))
+
+    with _replaced(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+@contextlib.contextmanager
+def _checkpoints_marked(tracer: ValueTracer) -> Iterator[None]:
+    def without_reentry(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with tracer.checkpoint_region():
+            yield
+
+    with contextlib.ExitStack() as stack:
+        for name in CHECKPOINT_GENERATORS:
+            original = getattr(torch.utils.checkpoint, name)
+            chosen = _outside_leaves(tracer, original, without_reentry)
+            stack.enter_context(_replaced(torch.utils.checkpoint, name, chosen))
+        yield
+
+
+def _outside_leaves(
+    tracer: ValueTracer, original: Callable[..., Any], replacement: Callable[..., Any]
+) -> Callable[..., Any]:
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (original if tracer.busy else replacement)(*args, **kwargs)
+
+    return choose
+
+
+@contextlib.contextmanager
+def _inference_mode_refused(tracer: ValueTracer) -> Iterator[None]:
+    enter = torch.inference_mode.__enter__
+
+    def refuse(self: torch.inference_mode) -> None:
+        if not tracer.busy and self.mode:
+            raise UntraceableError(
+                "opens torch.inference_mode in its forward", "use torch.no_grad instead"
+            )
+        enter(self)
+
+    with _replaced(torch.inference_mode, "__enter__", refuse):
+        yield
+
+
+class Regions:
+    """Numbers the activation checkpoint regions, and knows the outermost that is open."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._open: list[int] = []
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        self._open.append(next(self._numbers))
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    @property
+    def current(self) -> int | None:
+        """A region inside another is recomputed with it, so the outer one counts."""
+        return self._open[0] if self._open else None

@@ -1,0 +1,456 @@
+"""An fx tracer whose proxies carry fake values, so that branches on shapes and configuration resolve.
+
+Plain ``symbolic_trace`` takes almost none of Hugging Face's models: their forwards unpack shapes,
+compare dtypes and loop over sizes, which needs values behind the proxies. Sizes stay nodes where the
+code only computes with them, so the graph is right at other sizes too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe import compat
+from fxpipe.ir import annotations as notes
+from fxpipe.trace.assignments import Assignments
+from fxpipe.trace.evaluate import Evaluator, Outcome
+from fxpipe.trace.inputs import BoundInputs, InputBinder, Placeholder, paths_of, placeholder_names
+from fxpipe.trace.proxies import UntraceableError, ValueProxy, map_values, proxies_in
+from fxpipe.trace.regions import Regions, regions_recorded
+from fxpipe.trace.source import current_line
+from fxpipe.trace.state import FakeState
+from fxpipe.trace.torch_calls import (
+    FACTORIES,
+    TorchCalls,
+    factories_take_proxies,
+    recorded,
+    type_checks_see_values,
+)
+from fxpipe.tree import Field, TreeSpec, flatten, open_container
+
+# torch.nn classes that are containers of layers: to keep one whole would leave nothing to cut
+_OPENED = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+_NUMBERS = (int, float, complex, torch.Size)
+
+# part of the number of dimensions and the dtype, for which a graph is made anyhow
+_FIXED = frozenset({"ndim", "dim", "ndimension", "itemsize", "element_size"})
+
+_CONSTANTS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+class ValueTracer(fx.Tracer):
+    """Traces one model, once.
+
+    Args:
+        model: its state is out of reach while it is traced, see `FakeState`.
+        device: the device to trace on, that of the inputs.
+        leaves: FQNs and classes of modules to keep as one node, besides torch's own.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, leaves: Sequence[str | type[nn.Module]]
+    ) -> None:
+        super().__init__()
+        self.model, self.device = model, device
+        self.busy = 0
+        self.branches: dict[str, None] = {}  # lines, in order
+        self.output: TreeSpec | None = None
+        self.placeholders: tuple[Placeholder, ...] = ()
+        self.unpacked: set[fx.Node] = set()
+        self._leaf_names = {leaf for leaf in leaves if isinstance(leaf, str)}
+        self._leaf_types = tuple(leaf for leaf in leaves if not isinstance(leaf, str))
+        self._mode = compat.fake_mode()
+        self.state = FakeState(model, self._mode, device)
+        self._evaluate = Evaluator(self._mode, self.state)
+        self._attributes: dict[str, ValueProxy] = {}
+        self._assignments = Assignments(self)
+        self._regions = Regions()
+
+    # -- the whole trace
+
+    def capture(
+        self,
+        binder: InputBinder,
+        bound: BoundInputs,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> fx.Graph:
+        """The graph of ``model(*args, **kwargs)``, whose state must be installed."""
+        self._call = (binder, bound, args, kwargs)
+        with (
+            torch.enable_grad(),
+            type_checks_see_values(self.model),
+            factories_take_proxies(),
+            compat.wrapped_functions_made_by(recorded),
+            regions_recorded(self),
+            self._assignments.watched(),
+            TorchCalls(self),
+        ):
+            graph = self.trace(self.model)
+        self._prune(graph)
+        compat.forget_tracer(graph)
+        return graph
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Lets fx call the model itself, so that hooks and an overridden forward run."""
+        return self.run_model, []
+
+    def run_model(self) -> tuple[Any, ...]:
+        """Calls the model on proxies. Returns the leaves of its result."""
+        binder, bound, args, kwargs = self._call
+        arguments = bound.structure.unflatten(self._make_placeholders(bound))
+        args, kwargs = binder.call_form(arguments, args, kwargs)
+        result = self.model(*args, **kwargs)
+        self._assignments.write_back()
+        leaves, self.output = flatten(result)
+        return tuple(self._output_leaf(leaf) for leaf in leaves)
+
+    def _make_placeholders(self, bound: BoundInputs) -> list[Any]:
+        values, made = [], []
+        names, paths = placeholder_names(bound.structure), paths_of(bound.structure)
+        for leaf, (parameter, name), path in zip(bound.leaves, names, paths, strict=True):
+            if not isinstance(leaf, Tensor):
+                values.append(leaf)
+                continue
+            node = self.create_node("placeholder", name, (), {}, name=name)
+            node.target = node.name  # unique, also where two paths spell the same name
+            with self.quiet():
+                fake = self.state.input_fake(leaf)
+            self._annotate_value(node, fake)
+            made.append(Placeholder(node.name, parameter, path))
+            values.append(ValueProxy(node, self, fake))
+        self.placeholders = tuple(made)
+        return values
+
+    def _output_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, (*_CONSTANTS, Tensor, ValueProxy, torch.Size)):
+            return leaf
+        name = type(leaf).__name__
+        cache = "pass use_cache=False, or " if name.endswith("Cache") else ""
+        raise UntraceableError(
+            f"returns a {name}, which is neither a tensor, a constant nor a known container",
+            f"{cache}return tensors in lists, dicts, tuples or dataclasses",
+        )
+
+    def _prune(self, graph: fx.Graph) -> None:
+        """Erases reads and unpacked items that nobody uses, and sizes computed for a branch."""
+        for node in reversed(list(graph.nodes)):
+            if node.users or node.op in ("placeholder", "output", "call_module"):
+                continue
+            value = notes.value_of(node)
+            without_effect = not (
+                notes.mutates_of(node) or notes.updates_buffers(node) or notes.is_random(node)
+            )
+            only_numbers = value is not None and not _holds(value, Tensor)
+            if node.op == "get_attr" or node in self.unpacked or (only_numbers and without_effect):
+                graph.erase_node(node)
+
+    # -- what fx calls
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if not module_qualified_name:
+            return False
+        if module_qualified_name in self._leaf_names or isinstance(m, self._leaf_types):
+            return True
+        return not isinstance(m, _OPENED) and super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        # a module made on the fly has no name a node could call
+        if self.busy or m not in self.submodule_paths:  # type: ignore[operator]
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self.busy or not isinstance(attr_val, Tensor) or self.state.name_of(attr_val) is None:
+            return attr_val
+        return self.attribute(attr_val)
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Any = None,
+    ) -> Any:
+        return self.record(kind, target, args, kwargs, name)
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any
+    ) -> fx.Node:  # type: ignore[override]
+        node = super().create_node(kind, target, args, kwargs, *rest, **named)
+        node.meta.pop("nn_module_stack", None)
+        notes.set_source(node, current_line(ValueTracer.run_model.__code__))
+        path = tuple((fqn, cls.__name__) for fqn, cls in self.module_stack.values())
+        notes.set_module_path(node, path)
+        if (region := self._regions.current) is not None:
+            notes.set_checkpoint_region(node, region)
+        if kind == "output":
+            notes.set_value(node, map_values(_value_of_argument, args[0]))
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, ValueProxy):
+            return a.node
+        if isinstance(a, Tensor):
+            return self.attribute(a).node
+        made = super().create_arg(a)
+        if isinstance(made, fx.Node) and notes.value_of(made) is None:
+            notes.set_value(made, map_values(self._fake_of, a))  # a dataclass or a named tuple
+        return made
+
+    # -- recording
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While inside, nothing is recorded: code runs on fakes."""
+        self.busy += 1
+        try:
+            yield
+        finally:
+            self.busy -= 1
+
+    def checkpoint_region(self) -> contextlib.AbstractContextManager[None]:
+        """Marks the nodes made inside as one activation checkpoint region."""
+        return self._regions.opened()
+
+    def note_branch(self) -> None:
+        """Notes the user's line: it went the way that the sizes of the example say."""
+        self.branches[current_line(ValueTracer.run_model.__code__)] = None
+
+    def record_region(self, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        """A node that opens or closes a region; it has no value."""
+        return self.create_node("call_function", target, args, {})
+
+    def record_torch_call(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Records a torch call of the model's code, or runs it where it makes a constant."""
+        if func is compat.set_grad_enabled:
+            self.record_region(func, args)
+            return func(*args)
+        if not proxies_in((args, kwargs)) and not self._worth_a_node(func, args, kwargs):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if torch.overrides.is_tensor_method_or_property(func):
+            return self.record("call_method", name, args, kwargs)
+        return self.record("call_function", func, args, kwargs, name=_node_name(name))
+
+    def _worth_a_node(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+        leaves = flatten((args, kwargs))[0]
+        if func in FACTORIES:
+            if kwargs.get("generator") is not None:
+                raise UntraceableError("draws random numbers from a generator of its own")
+            return all(isinstance(leaf, (*_CONSTANTS, torch.Size)) for leaf in leaves)
+        if getattr(func, "__name__", "") in _ASKS_PYTHON:
+            return False
+        return any(isinstance(x, Tensor) and self.state.name_of(x) is not None for x in leaves)
+
+    def record(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+    ) -> Any:
+        """Runs a call on fakes and makes its node; returns what Python gets to see.
+
+        That is a proxy, or a container of proxies, or the plain value where no node is needed.
+        """
+        found = proxies_in((args, kwargs))
+        outcome = self._run(kind, target, args, kwargs, found)
+        if outcome.pure and not self._needs_node(target, outcome.value, found):
+            return outcome.value
+        node = self.create_node(
+            kind, target, self.create_arg(args), self.create_arg(kwargs), name=name
+        )
+        self._annotate_value(node, outcome.value)
+        self._annotate_effects(node, outcome, found)
+        if outcome.value is None:
+            return None
+        return self._spread(ValueProxy(node, self, outcome.value))
+
+    def _run(
+        self, kind: str, target: Any, args: Any, kwargs: Any, found: Sequence[ValueProxy]
+    ) -> Outcome:
+        values = map_values(self._fake_of, tuple(args)), map_values(self._fake_of, dict(kwargs))
+        fake_args, fake_kwargs = values
+        named = [(p.node.name, t) for p in found for t in _tensors(p.value)]
+        named += [(n, t) for n, t in self._read_directly((args, kwargs))]
+        with self.quiet():
+            if kind == "call_method":
+                method = getattr(fake_args[0], target)
+                return self._evaluate(method, fake_args[1:], fake_kwargs, named)
+            function = self.model.get_submodule(target) if kind == "call_module" else target
+            try:
+                return self._evaluate(function, fake_args, fake_kwargs, named)
+            except UntraceableError:
+                if function is not torch._assert:
+                    raise
+                return Outcome(None, (), False, False)  # checked when the graph runs
+
+    def _read_directly(self, arguments: Any) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the model that stand among the arguments themselves, not as proxies."""
+        for leaf in flatten(arguments)[0]:
+            if isinstance(leaf, Tensor):
+                proxy = self.attribute(leaf)
+                yield proxy.node.name, proxy.value
+
+    def _needs_node(self, target: Any, value: Any, found: Sequence[ValueProxy]) -> bool:
+        if value is None:
+            return target is not getattr
+        if _holds(value, Tensor):
+            return True
+        sizes = any(not isinstance(proxy.value, Tensor) for proxy in found)
+        if _holds(value, bool) and sizes:
+            self.note_branch()
+        fixed = target in _FIXED or all(proxy.node.op == "get_attr" for proxy in found)
+        return _holds(value, _NUMBERS) and not fixed
+
+    def _annotate_value(self, node: fx.Node, value: Any) -> None:
+        # detached: as it is now, and without the history of the whole model behind it
+        with self.quiet(), self._mode:
+            notes.set_value(node, map_values(_snapshot, value))
+
+    def _annotate_effects(
+        self, node: fx.Node, outcome: Outcome, found: Sequence[ValueProxy]
+    ) -> None:
+        if outcome.mutates:
+            notes.set_mutates(node, outcome.mutates)
+        if outcome.writes_state:
+            notes.set_updates_buffers(node, True)
+        if outcome.random:
+            notes.set_random(node, True)
+        if isinstance(outcome.value, Tensor):
+            for proxy in found:
+                if proxy.value is outcome.value:
+                    notes.set_result_is(node, proxy.node.name)
+                    return
+
+    def _spread(self, proxy: ValueProxy) -> Any:
+        """A container's proxy as a real container of proxies; others as they are."""
+        if isinstance(proxy.value, (Tensor, *_NUMBERS)):
+            return proxy
+        opened = open_container(proxy.value)
+        if opened is None:
+            return proxy
+        children = []
+        for step, child in zip(opened.steps, opened.children, strict=True):
+            if not _holds(child, (Tensor, *_NUMBERS)):
+                children.append(child)
+                continue
+            access = getattr if isinstance(step, Field) else operator.getitem
+            node = self.create_node("call_function", access, (proxy.node, step[0]), {})
+            self._annotate_value(node, child)
+            self.unpacked.add(node)
+            children.append(self._spread(ValueProxy(node, self, child)))
+        return opened.rebuild(children)
+
+    # -- the model's tensors
+
+    def attribute(self, tensor: Tensor) -> ValueProxy:
+        """The proxy of a tensor of the model, or of a constant that its code made."""
+        name = self.state.name_of(tensor)
+        if name is None:
+            if isinstance(tensor, nn.Parameter):
+                raise UntraceableError(
+                    "reads a parameter that is not registered in the model",
+                    "register it with the module that uses it",
+                )
+            with self.quiet():
+                name = self.state.lift(tensor)
+        assigned = self._assignments.values.get(name)
+        return assigned if assigned is not None else self.read_attribute(name)
+
+    def read_attribute(self, name: str) -> ValueProxy:
+        """The proxy of what the model holds under this name."""
+        if name not in self._attributes:
+            node = self.create_node("get_attr", name, (), {})
+            fake = self.state.named(name)
+            self._annotate_value(node, fake)
+            self._attributes[name] = ValueProxy(node, self, fake)
+        return self._attributes[name]
+
+    def _fake_of(self, leaf: Any) -> Any:
+        if isinstance(leaf, ValueProxy):
+            return leaf.value
+        return self.attribute(leaf).value if isinstance(leaf, Tensor) else leaf
+
+
+# methods whose result is Python's, which of a constant is known
+_ASKS_PYTHON = frozenset(
+    [
+        "__get__",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__len__",
+        "__repr__",
+        "__format__",
+        "__hash__",
+        "__iter__",
+        "item",
+        "tolist",
+        "numpy",
+        "size",
+        "dim",
+        "numel",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+    ]
+)
+
+
+def _node_name(function_name: str) -> str | None:
+    return function_name.strip("_") or None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _holds(value: Any, classes: Any) -> bool:
+    """Whether a leaf of the value is of these classes; a truth value is no number here."""
+    leaves = flatten(value)[0]
+    if classes is bool:
+        return any(isinstance(leaf, bool) for leaf in leaves)
+    return any(isinstance(leaf, classes) and not isinstance(leaf, bool) for leaf in leaves)
+
+
+def _snapshot(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad)
+
+
+def _value_of_argument(leaf: Any) -> Any:
+    return notes.value_of(leaf) if isinstance(leaf, fx.Node) else leaf

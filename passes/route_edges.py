@@ -1,0 +1,78 @@
+"""Decides how each value gets to the stages that read it, and how its gradient comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import ClassVar
+
+from torch import fx
+
+from fxpipe import compat
+from fxpipe.ir import verify
+from fxpipe.ir.annotations import mutates_of, require_stage, set_routes, value_of
+from fxpipe.ir.edges import Edge, cross_stage_edges, feeds_output, needs_gradient
+from fxpipe.ir.routes import Route
+from fxpipe.ir.values import tensors_in
+from fxpipe.manager import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteEdges(Pass):
+    """Sends a value straight to each stage that reads it; its gradient comes back from reader to
+    reader.
+
+    No gradient is sent where the value needs none, or where no path leads from its readers to an
+    output of the model.
+
+    Rewrite::
+
+        stage 0               stage 0
+          a = f(%x)             a = f(%x) -> stage 1 (edge 0, gradient to 0), stage 3 (edge 1, ...)
+        stage 1               stage 1
+          b = g(%a)      =>     b = g(%a)
+        stage 3               stage 3
+          c = h(%a)             c = h(%a)
+    """
+
+    name: ClassVar[str] = "route-edges"
+    requires: ClassVar = (verify.stages_assigned, verify.edges_point_forward)
+    ensures: ClassVar = (verify.edges_routed,)
+
+    def run(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in gm.graph.nodes:
+            set_routes(node, ())
+        useful = feeds_output(gm)
+        number = itertools.count()
+        grouped = itertools.groupby(cross_stage_edges(gm), key=lambda edge: edge.producer)
+        for producer, group in grouped:
+            edges = [(next(number), edge) for edge in group]
+            chain = [
+                (index, edge.target)
+                for index, edge in edges
+                if needs_gradient(producer) and any(r in useful for r in edge.readers)
+            ]
+            back = [require_stage(producer), *(stage for _, stage in chain)]
+            routes = []
+            for index, edge in edges:
+                to, after = None, None
+                if (index, edge.target) in chain:
+                    place = chain.index((index, edge.target))
+                    to, after = back[place], (*chain[place + 1 :], None)[0]
+                written = needs_gradient(producer) and _is_written(gm, edge)
+                routes.append(Route(index, edge.source, edge.target, to, after, written))
+            set_routes(producer, tuple(routes))
+        return gm
+
+
+def _is_written(gm: fx.GraphModule, edge: Edge) -> bool:
+    """Whether the reading stage writes the value in place, under this or another name."""
+    storage = {compat.storage_id(t) for t in tensors_in(value_of(edge.producer))}
+    by_name = {n.name: n for n in gm.graph.nodes}
+    for node in gm.graph.nodes:
+        if require_stage(node) != edge.target:
+            continue
+        for name in mutates_of(node):
+            if storage & {compat.storage_id(t) for t in tensors_in(value_of(by_name[name]))}:
+                return True
+    return False

@@ -1,0 +1,1 @@
+"""The tests; folders mirror fxpipe/ and passes/, tests/golden/ mirrors tests/."""
