@@ -16,6 +16,7 @@ from fxpipe.passes.insert_boundaries import InsertBoundaries
 from fxpipe.passes.lower_edges import LowerEdges
 from fxpipe.passes.normalize import Normalize
 from fxpipe.passes.remove_dead_nodes import RemoveDeadNodes
+from fxpipe.passes.reopen_regions import ReopenRegions
 from fxpipe.passes.replicate_cheap_nodes import ReplicateCheapNodes
 from fxpipe.passes.route_edges import RouteEdges
 from fxpipe.passes.tie_parameters import TieParameters
@@ -29,6 +30,7 @@ __all__ = [
     "LowerEdges",
     "Normalize",
     "RemoveDeadNodes",
+    "ReopenRegions",
     "ReplicateCheapNodes",
     "RouteEdges",
     "TieParameters",
@@ -43,6 +45,7 @@ REGISTRY: dict[str, type[Pass]] = {
         AssignStages,
         FollowOwners,
         ReplicateCheapNodes,
+        ReopenRegions,
         TieParameters,
         RouteEdges,
         InsertBoundaries,
@@ -65,6 +68,7 @@ def default_passes(place: Pass, *, training: bool) -> tuple[Pass, ...]:
         RemoveDeadNodes(),
         place,
         ReplicateCheapNodes(),
+        ReopenRegions(),
         TieParameters(),
         RouteEdges(),
         InsertBoundaries(),

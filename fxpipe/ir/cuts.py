@@ -56,7 +56,6 @@ def bonds(gm: fx.GraphModule) -> list[Bond]:
     nodes = list(gm.graph.nodes)
     at = {n: i for i, n in enumerate(nodes)}
     found = [*_containers(nodes, at), *_written_views(nodes, at), *_written_state(gm, nodes, at)]
-    found += _regions(nodes)
     placed = [at[n] for n in placed_nodes(gm)]
     return [b for b in (_on_placed(b, placed) for b in found) if b.first < b.last]
 
@@ -128,26 +127,6 @@ def _written_state(
 def _state(gm: fx.GraphModule, name: str) -> object:
     path, _, last = name.rpartition(".")
     return getattr(gm.get_submodule(path), last)
-
-
-def _regions(nodes: list[fx.Node]) -> Iterator[Bond]:
-    """Autocast and gradient-mode blocks: entered and left on the same stage."""
-    open_at: list[int] = []
-    for i, node in enumerate(nodes):
-        if node.target is compat.enter_autocast:
-            open_at.append(i)
-        elif node.target is compat.exit_autocast:
-            yield Bond(open_at.pop(), i, "an autocast region spans it")
-    modes = [(i, n) for i, n in enumerate(nodes) if n.target is compat.set_grad_enabled]
-    start: int | None = None
-    for i, node in modes:
-        if node.args[0] is False and start is None:
-            start = i
-        elif node.args[0] is True and start is not None:
-            yield Bond(start, i, "a region without gradients spans it")
-            start = None
-    if start is not None:
-        yield Bond(start, len(nodes) - 1, "a region without gradients spans it")
 
 
 def cut_reasons(gm: fx.GraphModule) -> list[str | None]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from fxpipe import ops
+from fxpipe import compat, ops
 from fxpipe.errors import VerifyError
 from fxpipe.ir.annotations import (
     mutates_of,
@@ -25,10 +25,15 @@ def _at(node: fx.Node) -> str:
     return f"%{node} = {node.target}" + (f", {source}" if source else "")
 
 
+_WITHOUT_VALUE = (compat.enter_autocast, compat.exit_autocast, compat.set_grad_enabled)
+
+
 def values_known(gm: fx.GraphModule) -> None:
-    """Every node knows the fake value it stands for."""
+    """Every node knows the fake value it stands for; what opens or closes a region has none."""
     for node in gm.graph.nodes:
-        if node.op != "output" and "val" not in node.meta:
+        if node.op == "output" or node.target in _WITHOUT_VALUE:
+            continue
+        if "val" not in node.meta:
             raise VerifyError(
                 f"node %{node} has no value", at=_at(node), hint="trace with example inputs"
             )
@@ -139,3 +144,16 @@ def sent_values_final(gm: fx.GraphModule) -> None:
                 )
         if node.target is ops.send:
             sent.add(str(node.args[0]))
+
+
+def regions_closed(gm: fx.GraphModule) -> None:
+    """An autocast region is left on the stage on which it was entered."""
+    for node in gm.graph.find_nodes(op="call_function", target=compat.exit_autocast):
+        for entered in node.all_input_nodes:
+            if require_stage(entered) != require_stage(node):
+                raise VerifyError(
+                    f"the region opened by %{entered} on stage {require_stage(entered)} "
+                    f"is closed on stage {require_stage(node)}",
+                    at=_at(node),
+                    hint="run reopen-regions",
+                )
