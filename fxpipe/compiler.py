@@ -18,7 +18,7 @@ from fxpipe.cost.table import NodeCost
 from fxpipe.errors import OptionError
 from fxpipe.ir.annotations import (
     canonical_name,
-    cost_of,
+    find_cost,
     module_path_of,
     require_stage,
     routes_of,
@@ -254,6 +254,6 @@ def _owners(graph: fx.GraphModule) -> dict[str, tuple[int, ...]]:
 def _stage_costs(graph: fx.GraphModule, stages: int) -> tuple[NodeCost, ...]:
     total = [NodeCost() for _ in range(stages)]
     for node in graph.graph.nodes:
-        if node.op != "output" and "fxpipe.cost" in node.meta:
-            total[require_stage(node)] += cost_of(node)
+        if (cost := find_cost(node)) is not None:
+            total[require_stage(node)] += cost
     return tuple(total)

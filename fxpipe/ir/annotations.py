@@ -103,13 +103,18 @@ def set_checkpoint_region(node: Node, region: int) -> None:
     node.meta[_CHECKPOINT] = region
 
 
+def find_cost(node: Node) -> Any:
+    """The ``NodeCost`` of the node, or None if the graph was not annotated with costs."""
+    return node.meta.get(_COST)
+
+
 def cost_of(node: Node) -> Any:
     """The ``NodeCost`` of the node.
 
     Raises:
         VerifyError: the graph was not annotated with costs.
     """
-    if (cost := node.meta.get(_COST)) is None:
+    if (cost := find_cost(node)) is None:
         raise VerifyError(f"node %{node} has no cost", hint="annotate the graph with costs first")
     return cost
 

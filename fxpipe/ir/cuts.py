@@ -12,28 +12,82 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe import compat
-from fxpipe.ir.annotations import mutates_of, result_is_of, updates_buffers, value_of
-from fxpipe.ir.edges import state_names
+from fxpipe.ir.annotations import (
+    find_cost,
+    is_random,
+    mutates_of,
+    result_is_of,
+    updates_buffers,
+    value_of,
+)
+from fxpipe.ir.edges import attribute, state_names
 from fxpipe.ir.values import has_tensor, tensors_in
 
 
 def free_nodes(gm: fx.GraphModule) -> set[fx.Node]:
-    """Inputs, parameters and buffers, and values without a tensor that are made of these alone."""
+    """Inputs, parameters and buffers, and what is cheap to make of them on any stage.
+
+    Cheap are sizes, and tensors without a gradient that a few operations an element make from
+    inputs, buffers and sizes: masks, positions, rotary tables. Nothing random, nothing that is
+    written in place.
+    """
+    written = _written_storages(gm)
     free: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr") or (
             node.op in ("call_function", "call_method")
-            and not has_tensor(value_of(node))
-            and value_of(node) is not None
-            and not node.is_impure()
-            and all(n in free for n in node.all_input_nodes)
-            and node.all_input_nodes
+            and not (node.is_impure() or is_random(node) or updates_buffers(node))
+            and (_is_free_size(node, free) or _is_cheap_tensor(gm, node, free, written))
         ):
             free.add(node)
     return free
+
+
+def _is_free_size(node: fx.Node, free: set[fx.Node]) -> bool:
+    value = value_of(node)
+    if value is None or has_tensor(value):
+        return False
+    return bool(node.all_input_nodes) and all(n in free for n in node.all_input_nodes)
+
+
+_CHEAP_FLOPS_PER_ELEMENT = 64
+"""A product over a handful of elements, as rotary tables need, is cheap; a projection is not."""
+
+
+def _is_cheap_tensor(
+    gm: fx.GraphModule, node: fx.Node, free: set[fx.Node], written: set[int]
+) -> bool:
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or value.requires_grad:
+        return False
+    # sizes of activations may be read too: every rank knows them without a transfer
+    if any(n not in free and has_tensor(value_of(n)) for n in node.all_input_nodes):
+        return False
+    read = [value, *(t for n in node.all_input_nodes for t in tensors_in(value_of(n)))]
+    if any(compat.storage_id(t) in written for t in read):
+        return False
+    if any(isinstance(_attribute_of(gm, n), nn.Parameter) for n in node.all_input_nodes):
+        return False
+    cost = find_cost(node)
+    return cost is not None and cost.flops <= _CHEAP_FLOPS_PER_ELEMENT * value.numel()
+
+
+def _attribute_of(gm: fx.GraphModule, node: fx.Node) -> object:
+    return attribute(gm, str(node.target)) if node.op == "get_attr" else None
+
+
+def _written_storages(gm: fx.GraphModule) -> set[int]:
+    """Memory that some node of the graph writes."""
+    by_name = {n.name: n for n in gm.graph.nodes}
+    return {
+        compat.storage_id(t)
+        for node in gm.graph.nodes
+        for name in mutates_of(node)
+        for t in tensors_in(value_of(by_name[name]))
+    }
 
 
 def placed_nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -93,10 +147,31 @@ def _written_views(nodes: list[fx.Node], at: dict[fx.Node, int]) -> Iterator[Bon
                 )
                 # One name alone may cross before the write: the receiving stage writes its own
                 # copy.
-                first = at[write] if len(read) < 2 else at[read[1]]
-                if write.op != "output" and result_is_of(write) == name and len(read) < 2:
+                first = at.get(_second_to_cross(names, read), at[write])
+                if first == at[write] and result_is_of(write) == name and len(read) < 2:
                     continue
                 yield Bond(first, last, f"%{write} writes a tensor that has other names")
+
+
+def _second_to_cross(names: list[fx.Node], read: list[fx.Node]) -> fx.Node | None:
+    """The first name of a tensor after which a cut would separate two that `read` needs.
+
+    Args:
+        names: nodes that share the tensor, in graph order.
+        read: those of them that must be the same tensor.
+    """
+    made: set[fx.Node] = set()
+
+    def crossing(node: fx.Node) -> set[fx.Node]:
+        if node in made or node not in names:
+            return {node} & made
+        return {c for n in node.all_input_nodes for c in crossing(n)}
+
+    for node in names:
+        made.add(node)
+        if len({c for r in read for c in crossing(r)}) > 1:
+            return node
+    return None
 
 
 def _written_state(
@@ -108,7 +183,7 @@ def _written_state(
     written: set[int] = set()
     for node in nodes:
         for name in state_names(gm, node):
-            key = id(_state(gm, name))
+            key = id(attribute(gm, name))
             names.setdefault(key, name)
             if node.op == "get_attr":
                 users[key] += [at[u] for u in node.users]
@@ -122,11 +197,6 @@ def _written_state(
                 written.add(key)
     for key in written:
         yield Bond(min(users[key]), max(users[key]), f"buffer {names[key]} is written")
-
-
-def _state(gm: fx.GraphModule, name: str) -> object:
-    path, _, last = name.rpartition(".")
-    return getattr(gm.get_submodule(path), last)
 
 
 def cut_reasons(gm: fx.GraphModule) -> list[str | None]:
