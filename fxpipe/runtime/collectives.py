@@ -105,6 +105,8 @@ class WorldCollectives:
 
     def _gather(self, mine: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
         """The tensor of each of `ranks`, this one's included; all of one shape and dtype."""
+        if len(ranks) == 1:
+            return [mine.clone()]
         parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in ranks]
         if mine.device.type == "cuda":
             # as bytes: NCCL knows neither complex nor 16-bit integer types
@@ -124,8 +126,8 @@ class WorldCollectives:
         wait_all(works)
 
     def _nccl_gather(self, mine: Tensor, parts: list[Tensor], ranks: tuple[int, ...]) -> None:
-        groups = self._world.groups
-        assert groups is not None  # a tensor is on CUDA
+        assert self._world.nccl is not None  # the world's tensors are on its device
+        groups, _ = self._world.nccl
         if ranks not in self._nccl:
             name = "gather-" + "-".join(map(str, ranks))
             self._nccl[ranks] = groups.open(name, ranks.index(self._world.rank), len(ranks))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
@@ -55,6 +56,14 @@ class Driver(Protocol):
         """
         ...
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds what all ranks do together outside of a program.
+
+        Raises:
+            RankError: a rank failed inside, here or elsewhere.
+        """
+        ...
+
 
 class LocalDriver:
     """All ranks in this thread.
@@ -81,6 +90,9 @@ class LocalDriver:
     def agree(self, digest: str, what: str) -> None:
         """One process agrees with itself."""
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def run(self, executors: Sequence[Executor]) -> None:
         running: list[Executor] = []
         try:
@@ -103,20 +115,18 @@ class DistributedDriver:
         self.is_whole = False
         self.device = world.device
         self.collectives: Collectives = make_collectives(world, world.size)
-        self._transports: dict[tuple[Link, ...], Transport] = {}
         self._transport: Transport = world.control
 
     def connect(self, links: Sequence[Link]) -> None:
-        key = tuple(links)
-        if key not in self._transports:
-            self._transports[key] = self._world.open_transport(links)
-        self._transport = self._transports[key]
+        with self.together():
+            self._transport = self._world.open_transport(links)
 
     def transport(self, rank: int) -> Transport:
         return self._transport
 
     def agree(self, digest: str, what: str) -> None:
-        digests = self.collectives.gather({self._world.rank: digest})
+        with self.together():
+            digests = self.collectives.gather({self._world.rank: digest})
         other = [r for r, d in enumerate(digests) if d != digests[0]]
         if other:
             names = ", ".join(str(self._world.ranks[r]) for r in other)
@@ -132,14 +142,30 @@ class DistributedDriver:
             executor.run()
         except BaseException as error:
             executor.drop()
-            here = self._world.ranks[self._world.rank]
-            fail(
-                error,
-                _told(error, executor, here),
-                transport=self._transport,
-                board=self._world.board,
-                ranks=self._world.ranks,
-            )
+            self._fail(error, _told(error, executor, self._here))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            self._fail(error, explain(error, rank=self._here))
+
+    @property
+    def _here(self) -> int:
+        """This rank's number in the world, as launchers print it."""
+        return self._world.ranks[self._world.rank]
+
+    def _fail(self, error: BaseException, told: RankError) -> NoReturn:
+        fail(
+            error,
+            told,
+            transport=self._transport,
+            board=self._world.board,
+            ranks=self._world.ranks,
+        )
 
 
 def make_driver(

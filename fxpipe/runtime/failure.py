@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
+import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,11 @@ from fxpipe.errors import FxpipeError, RankError, TransportError
 from fxpipe.runtime.transport.interface import Transport, first_line
 
 _PHASES: Final = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
-_NOT_THE_USERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_NOT_THE_USERS: Final = (
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1]}{os.sep}",
+    "<",  # generated code
+)
 
 
 class Board:
@@ -49,15 +53,10 @@ class Board:
         except RuntimeError:  # the process that hosts the store is gone
             return text
 
-    def first(self, timeout_s: float = 0.0) -> str | None:
-        """What is posted; None if nothing is within `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+    def first(self) -> str | None:
+        """What is posted, if anything is."""
         try:
-            while not self._store.check([self._KEY]):
-                if time.monotonic() >= deadline:
-                    return None
-                time.sleep(0.05)
-            return self._store.get(self._KEY).decode()
+            return self._store.get(self._KEY).decode() if self._store.check([self._KEY]) else None
         except RuntimeError:
             return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from fxpipe import compat
 from fxpipe.errors import OptionError
-from fxpipe.runtime.failure import Board, report_loss
+from fxpipe.runtime.failure import Board, explain, fail, report_loss
 from fxpipe.runtime.transport.gloo import GlooTransport
 from fxpipe.runtime.transport.interface import Transport
 from fxpipe.runtime.transport.nccl import Link, NcclGroups, NcclTransport
-
-TRANSPORTS: Final = ("auto", "local", "gloo", "nccl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +34,7 @@ class World:
         process_group: torch's group of these ranks, for what torch.distributed does.
         control: connects these ranks alone, on CPU.
         board: where they post the first error.
-        groups: makes NCCL groups among them; None on CPU.
+        nccl: groups among them and the transport over these; None on CPU.
     """
 
     rank: int
@@ -46,7 +43,7 @@ class World:
     process_group: dist.ProcessGroup
     control: GlooTransport
     board: Board
-    groups: NcclGroups | None
+    nccl: tuple[NcclGroups, NcclTransport] | None
 
     @property
     def size(self) -> int:
@@ -54,18 +51,20 @@ class World:
         return len(self.ranks)
 
     def open_transport(self, links: Iterable[Link]) -> Transport:
-        """Connects the ranks; each of them calls this with the links of the whole pipeline."""
-        if self.groups is None or self.size == 1:
+        """Connects the ranks; each of them calls this with the links of the whole pipeline.
+
+        Raises:
+            RankError: a rank failed, which ends the others too.
+        """
+        if self.nccl is None:
             return self.control
-        return NcclTransport(
-            self.control,
-            self.groups,
-            links,
-            device=self.device,
-            on_loss=lambda lost: report_loss(
-                self.board, [self.ranks[r] for r in lost], seen_by=self.ranks[self.rank]
-            ),
-        )
+        _, transport = self.nccl
+        try:
+            transport.open(links)
+        except Exception as error:
+            told = explain(error, rank=self.ranks[self.rank], action="connecting the ranks")
+            fail(error, told, transport=transport, board=self.board, ranks=self.ranks)
+        return transport
 
 
 def is_distributed() -> bool:
@@ -82,8 +81,8 @@ def join_world(
 
     Args:
         size: P.
-        transport: one of `TRANSPORTS`; "auto" is distributed where the job has several processes,
-            then NCCL where there are CUDA devices.
+        transport: as the option of ``compile``; "auto" is distributed where the job has several
+            processes, then NCCL where there are CUDA devices.
         mesh: has a "pp" dimension; None: the pipeline spans the world.
 
     Returns:
@@ -92,8 +91,6 @@ def join_world(
     Raises:
         OptionError: the processes there are do not make such a pipeline.
     """
-    if transport not in TRANSPORTS:
-        raise OptionError(f"no transport {transport!r}", hint=f"use one of {', '.join(TRANSPORTS)}")
     if transport == "nccl" and not torch.cuda.is_available():
         raise OptionError("transport 'nccl' needs CUDA devices, and there are none")
     if transport == "local" or (transport == "auto" and not is_distributed()):
@@ -106,7 +103,10 @@ def join_world(
     on_cuda = transport != "gloo" and torch.cuda.is_available()
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
-    on_cuda = transport == "nccl" or (on_cuda and "nccl" in dist.get_backend_config())
+    if mesh is not None:
+        on_cuda = on_cuda and mesh.device_type == "cuda"
+    elif transport == "auto":  # the default group may be the user's
+        on_cuda = on_cuda and "nccl" in dist.get_backend_config()
     group = _pipeline_group(size, mesh)
     return _join(group, _device() if on_cuda else torch.device("cpu"))
 
@@ -146,18 +146,19 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> World:
     assert world is not None
     ranks = tuple(dist.get_process_group_ranks(group))
     rank = group.rank()
-    # Every pipeline has keys of its own, counted in the store: the ranks that a failed pipeline
-    # leaves behind would be read as those of the next one. dist.new_group repeats its names.
+    # Every pipeline has keys of its own, counted in the store: else it would read the addresses and
+    # the error that an earlier one has left there.
     pipelines = PrefixStore(f"fxpipe/{'-'.join(map(str, ranks))}", world.get_group_store())
     number = pipelines.add(f"opened-by-{rank}", 1)
     store = PrefixStore(str(number), pipelines)
-    control = compat.gloo_group(PrefixStore("control", store), rank, len(ranks))
-    return World(
-        rank=rank,
-        ranks=ranks,
-        device=device,
-        process_group=group,
-        control=GlooTransport(control),
-        board=Board(store),
-        groups=NcclGroups(PrefixStore("nccl", store), device) if device.type == "cuda" else None,
-    )
+    control = GlooTransport(compat.gloo_group(PrefixStore("control", store), rank, len(ranks)))
+    board = Board(store)
+
+    def on_loss(lost: tuple[int, ...]) -> None:
+        report_loss(board, [ranks[r] for r in lost], seen_by=ranks[rank])
+
+    nccl = None
+    if device.type == "cuda" and len(ranks) > 1:
+        groups = NcclGroups(PrefixStore("nccl", store), device)
+        nccl = groups, NcclTransport(control, groups, device=device, on_loss=on_loss)
+    return World(rank, ranks, device, group, control, board, nccl)

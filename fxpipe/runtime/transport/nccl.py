@@ -17,6 +17,7 @@ import atexit
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
@@ -48,7 +49,7 @@ class Groups(Protocol):
 
 
 class NcclGroups:
-    """NCCL groups on one device, outside of torch's registry, whose names repeat."""
+    """NCCL groups on one device, made by their ranks alone, outside of torch's registry."""
 
     def __init__(self, store: Store, device: torch.device) -> None:
         self._store, self._device = store, device
@@ -67,8 +68,9 @@ class NcclGroups:
         threads = [threading.Thread(target=g.abort, daemon=True) for g in self._groups]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + 3.0
         for thread in threads:
-            thread.join(timeout=2.0)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -77,7 +79,7 @@ class NcclGroups:
 
 
 class Lifeline:
-    """A thread that notices when the next rank of a ring ends without `close`, and says so once.
+    """A thread that notices when the next rank in a ring ends without `close`, and says so once.
 
     It waits for a message that the next rank sends when it closes. A rank that dies or aborts
     breaks its connections instead, so the rank before it aborts, and so on around the ring.
@@ -132,9 +134,6 @@ class NcclTransport:
     Args:
         control: connects the same ranks, two or more.
         groups: makes the groups; all of its groups are aborted with the transport.
-        links: those in use in the whole pipeline. Every rank opens its own in one sorted order, and
-            sends a message through each: NCCL connects at the first message, and ranks that connect
-            in different orders deadlock.
         device: where tensors are.
         on_loss: called once, from another thread, when a peer is gone, before the groups are
             aborted; with the peers that are.
@@ -144,23 +143,31 @@ class NcclTransport:
         self,
         control: GlooTransport,
         groups: Groups,
-        links: Iterable[Link],
         *,
         device: torch.device,
         on_loss: Callable[[tuple[int, ...]], None],
     ) -> None:
         self.rank, self.size = control.rank, control.size
         self.is_broken = False
-        self._control, self._groups, self._on_loss = control, groups, on_loss
+        self._control, self._groups = control, groups
+        self._device, self._on_loss = device, on_loss
+        self._opened: set[Link] = set()
         self._sends: dict[tuple[int, int], Group] = {}  # by peer and direction
         self._receives: dict[tuple[int, int], Group] = {}
-        self._open(links, device)
         self._lifeline = Lifeline(control, self._lose)
         atexit.register(self._end_with_process)
 
-    def _open(self, links: Iterable[Link], device: torch.device) -> None:
-        probe = torch.zeros(1, dtype=torch.uint8, device=device)
-        for source, target, direction in sorted(set(links)):
+    def open(self, links: Iterable[Link]) -> None:
+        """Makes the groups of links that have none.
+
+        Every rank is given the links of the whole pipeline. It opens its own in one sorted order,
+        and sends a message through each: NCCL connects at the first message, and ranks that connect
+        in different orders deadlock.
+        """
+        probe = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        links = set(links) - self._opened
+        self._opened |= links
+        for source, target, direction in sorted(links):
             name = f"{source}-{target}-{direction}"
             if self.rank == source:
                 group = self._sends[target, direction] = self._groups.open(name, 0, 2)
@@ -187,6 +194,8 @@ class NcclTransport:
         return self._control.lost()
 
     def abort(self) -> None:
+        if self.is_broken:
+            return
         self.is_broken = True
         atexit.unregister(self._end_with_process)
         self._groups.abort()
