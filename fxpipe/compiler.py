@@ -25,14 +25,15 @@ from fxpipe.ir.annotations import (
     set_canonical_names,
     source_of,
     tied_parameters,
+    tied_routes,
 )
 from fxpipe.ir.cuts import placed_nodes
-from fxpipe.ir.edges import state_names
+from fxpipe.ir.edges import attribute, state_names
 from fxpipe.manager import Pass, Step, run_passes
 from fxpipe.options import CompileOptions
 from fxpipe.passes import AssignStages, BalanceStages, FollowOwners, default_passes
 from fxpipe.runtime.microbatches import BatchDims, batch_dims_of
-from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.stage import Stage, TensorLayout, layout_of
 from fxpipe.schedule import Program, Routes, Schedule, add_transfers, make_schedule, verify
 from fxpipe.shapes import ShapeProbe, edge_names
 from fxpipe.split import StageGraph, peel, split_stages
@@ -122,7 +123,9 @@ def compile_model(
         stage_graphs=tuple(stage_graphs),
         stages=stages,
         routes=_routes(graph),
-        probe=ShapeProbe(traced.module, edge_names(graph), sizes, training=training),
+        probe=ShapeProbe(
+            traced.module, edge_names(graph), sizes, _tied_layouts(graph), training=training
+        ),
         batch_dims=dims,
         cuts=_cuts(graph),
         owners=owners,
@@ -229,10 +232,20 @@ def _origin(node: fx.Node) -> str:
 
 def _routes(graph: fx.GraphModule) -> Routes:
     routes = [r for n in graph.graph.nodes for r in routes_of(n)]
-    return Routes(
-        tuple(sorted({(r.source, r.target) for r in routes})),
-        tuple(sorted({(r.target, r.gradient_to) for r in routes if r.gradient_to is not None})),
-    )
+    forward = {(r.source, r.target) for r in routes}
+    routes += [r for tied in tied_routes(graph).values() for r in tied]
+    backward = {(r.target, r.gradient_to) for r in routes if r.gradient_to is not None}
+    return Routes(tuple(sorted(forward)), tuple(sorted(backward)))
+
+
+def _tied_layouts(graph: fx.GraphModule) -> list[TensorLayout]:
+    """Layouts of the edges that carry gradients of parameters, by edge."""
+    found = []
+    for name, routes in tied_routes(graph).items():
+        parameter = attribute(graph, name)
+        assert isinstance(parameter, nn.Parameter)
+        found += [layout_of(parameter)] * len(routes)
+    return found
 
 
 def _cuts(graph: fx.GraphModule) -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,12 +20,15 @@ from fxpipe.plan import Plan, make_plan
 from fxpipe.runtime.clip import clip_grad_norm
 from fxpipe.runtime.driver import Driver, make_driver
 from fxpipe.runtime.state import ModelState
+from fxpipe.runtime.timing import Stopwatch
 from fxpipe.schedule import Action, Timeline, make_schedule
 from fxpipe.session import Held, Session, StepResult, hold
 from fxpipe.trace.inputs import BoundInputs, InputBinder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from fxpipe.emit.script import Example
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +66,7 @@ class Pipeline:
         self._first: Compiled | None = None
         self._first_training = True
         self._planned_microbatches = options.wanted_microbatches
+        self._stopwatch: Stopwatch | None = None
         if example_inputs is not None:
             args, kwargs = example_inputs
             self._compile(self._binder.bind(args, kwargs), tuple(args), dict(kwargs))
@@ -90,7 +95,7 @@ class Pipeline:
         backward = self.training and torch.is_grad_enabled()
         bound = self._binder.bind(args, kwargs)
         session = self._session(bound, args, kwargs, with_loss=True, with_backward=backward)
-        return session.run(bound.tensors, target)
+        return session.run(bound.tensors, target, self._stopwatch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one batch forward.
@@ -109,7 +114,39 @@ class Pipeline:
             )
         bound = self._binder.bind(args, kwargs)
         session = self._session(bound, args, kwargs, with_loss=False, with_backward=False)
-        return session.run(bound.tensors, None).output
+        return session.run(bound.tensors, None, self._stopwatch).output
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[list[Timeline]]:
+        """Measures the compute of each step that runs inside; every rank does.
+
+        ::
+
+            with pipe.timed() as timelines:
+                pipe.step(x, target=y)
+            timelines[0].bubble, pipe.simulate().bubble  # measured, predicted
+
+        A span is computing alone, without the wait before it. Where all ranks run in this process,
+        they take turns: their spans are then placed as `simulate` places the predicted ones, as if
+        each rank had a processor of its own and transfers took no time.
+
+        Yields:
+            An empty list; at the end it gets one timeline a step, in seconds from the step's first
+            action, the same on every rank.
+
+        Raises:
+            FxpipeError: the steps are timed already.
+        """
+        if self._stopwatch is not None:
+            raise FxpipeError("the steps are timed already", hint="leave the outer timed() first")
+        timelines: list[Timeline] = []
+        self._stopwatch = stopwatch = Stopwatch(self._driver.device)
+        try:
+            yield timelines
+        finally:
+            self._stopwatch = None
+        driver = self._driver
+        timelines += stopwatch.timelines(driver.collectives, is_whole=driver.is_whole)
 
     def train(self, mode: bool = True) -> Self:
         """Puts the pipeline, not the model that was handed in, in train mode."""
@@ -166,8 +203,7 @@ class Pipeline:
         return clip_grad_norm(
             list(here.values()),
             owned,
-            None if self._driver.is_whole else self._driver.collectives,
-            rank=self._driver.ranks[0],
+            self._driver,
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
@@ -182,7 +218,8 @@ class Pipeline:
         if self._driver.is_whole:
             return self.state_dict()
         rank = self._driver.ranks[0]
-        return self._state.gather(self.state_dict(), self._driver.collectives, rank)
+        with self._driver.together():
+            return self._state.gather(self.state_dict(), self._driver.collectives, rank)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this rank's entries from its own, or from the whole, state dict.
@@ -228,12 +265,23 @@ class Pipeline:
         self._check_index("rank", rank, self.options.ranks)
         return self.plan.program[rank]
 
-    def code(self, rank: int) -> str:
-        """The script of one rank, as `emit` writes it."""
+    def code(
+        self,
+        rank: int,
+        *,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        target: Any = None,
+        unroll: bool = False,
+    ) -> str:
+        """The script of one rank, as `emit` writes it for the same arguments."""
         from fxpipe.emit.script import rank_code
 
         self._check_index("rank", rank, self.options.ranks)
-        return rank_code(self._require_compiled(), self.plan, rank)
+        compiled, plan, example = self._to_emit(args, kwargs, target)
+        return rank_code(
+            compiled, plan, rank, options=self.options, example=example, unroll=unroll
+        )
 
     @property
     def plan(self) -> Plan:
@@ -249,15 +297,65 @@ class Pipeline:
         """One step as predicted from the estimated costs of the stages."""
         return self.plan.simulate()
 
-    def emit(self, folder: str | Path) -> Path:
-        """Writes scripts that run one step after another without the compiler.
+    def emit(
+        self,
+        folder: str | Path,
+        *,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        target: Any = None,
+        unroll: bool = False,
+    ) -> Path:
+        """Writes scripts that run the pipeline without the compiler, and the state they start from.
+
+        Under torchrun each rank calls it and writes its own files.
+
+        Args:
+            folder: made if it is not there.
+            args: positional inputs of a batch, which is saved with the scripts. None, like `kwargs`:
+                the scripts are for the microbatches that the model was traced with, and where their
+                data comes from is up to you.
+            kwargs: its keyword inputs.
+            target: what the loss compares with. The loss is traced with it; without one it is
+                imported by the script, if it has to be.
+            unroll: the order of actions without loops, one line an action.
 
         Returns:
             Path of ``run.py``, to be started by ``torchrun --nproc-per-node <ranks>``.
+
+        Raises:
+            FxpipeError: the model or its loss cannot be written down, or nothing is compiled yet
+                and no batch is given.
         """
         from fxpipe.emit.script import emit
 
-        return emit(self._require_compiled(), self.plan, Path(folder))
+        compiled, plan, example = self._to_emit(args, kwargs, target)
+        return emit(
+            compiled,
+            plan,
+            Path(folder),
+            options=self.options,
+            ranks=self._driver.ranks,
+            example=example,
+            unroll=unroll,
+        )
+
+    def _to_emit(
+        self, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, target: Any
+    ) -> tuple[Compiled, Plan, Example | None]:
+        """What scripts for this batch are made of; of the first batch if none is given."""
+        from fxpipe.emit.script import Example
+
+        if args is None and kwargs is None:
+            if target is not None:
+                raise OptionError("a target is given without its batch", hint="pass args= too")
+            return self._require_compiled(), self.plan, None
+        given, named = tuple(args or ()), dict(kwargs or {})
+        bound = self._binder.bind(given, named)
+        compiled, _ = self._compile(bound, given, named)
+        count = self._microbatches(compiled.batch_dims.rows(bound.tensors))
+        plan = make_plan(compiled, self.options, count, training=self.training)
+        return compiled, plan, Example(bound.tensors, target)
 
     def _check_index(self, what: str, index: int, count: int) -> None:
         if not 0 <= index < count:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.compiler import Compiled, make_program
 from fxpipe.ir.text import format_graph
@@ -27,8 +28,9 @@ from fxpipe.runtime.microbatches import (
 from fxpipe.runtime.stage import Stage
 from fxpipe.runtime.state import ModelState
 from fxpipe.runtime.tied import TiedGradients, TiedParameter, find_tied
+from fxpipe.runtime.timing import Stopwatch
 from fxpipe.runtime.transport.nccl import Link
-from fxpipe.schedule import Program, Schedule
+from fxpipe.schedule import Program, Routes, Schedule
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,6 +61,11 @@ class Held:
     stages: Mapping[int, Stage]
     tied: Sequence[TiedParameter]
 
+    def tied_of(self, stage: Stage) -> list[nn.Parameter]:
+        """The parameter that the stage computes with, for each of its tied links."""
+        by_name = {t.name: t.held for t in self.tied}
+        return [by_name[link.name][stage.index] for link in stage.tied]
+
 
 def hold(
     compiled: Compiled,
@@ -71,7 +78,9 @@ def hold(
     stages = {s.index: s for s in compiled.stages if placement[s.index] in ranks}
     modules = {index: stage.module for index, stage in stages.items()}
     state.move(modules.values(), device)
-    return Held(stages, find_tied(compiled.tied, modules, placement, state.parameters()))
+    chained = {link.name for stage in compiled.stages for link in stage.tied}
+    tied = find_tied(compiled.tied, modules, placement, state.parameters(), chained)
+    return Held(stages, tied)
 
 
 class Session:
@@ -100,7 +109,7 @@ class Session:
     ) -> None:
         self.compiled, self.options = compiled, options
         self.microbatches, self.with_loss = microbatches, with_loss
-        self._driver = driver
+        self._driver, self._held = driver, held
         self.schedule, self.program = make_program(
             compiled, options, microbatches, forward_only=not with_backward
         )
@@ -123,7 +132,10 @@ class Session:
 
     def _executor(self, rank: int, stages: Mapping[int, Stage], *, with_backward: bool) -> Executor:
         own = {i: s for i, s in stages.items() if self.schedule.placement[i] == rank}
-        engines = {i: AutogradEngine(s, has_backward=with_backward) for i, s in own.items()}
+        engines = {
+            i: AutogradEngine(s, has_backward=with_backward, tied=self._held.tied_of(s))
+            for i, s in own.items()
+        }
         return Executor(
             self.program[rank],
             stages=own,
@@ -134,8 +146,10 @@ class Session:
             microbatches=self.microbatches,
         )
 
-    def run(self, batch: Sequence[Tensor], target: Any) -> StepResult:
-        """Runs one step on a whole batch, which every rank passes."""
+    def run(
+        self, batch: Sequence[Tensor], target: Any, stopwatch: Stopwatch | None = None
+    ) -> StepResult:
+        """Runs one step on a whole batch, which every rank passes, and times it if asked to."""
         dims = self.compiled.batch_dims
         rows = dims.rows(batch)
         pieces = dims.split(batch, self.microbatches)
@@ -146,10 +160,19 @@ class Session:
         for executor in self._executors:
             executor.load(feed)
         self._tied.begin()
-        with torch.enable_grad():
+        with torch.enable_grad(), self._timing(stopwatch):
             self._driver.run(self._executors)
-        self._tied.finish()
-        return self._result(weights)
+        with self._driver.together():
+            self._tied.finish()
+            return self._result(weights)
+
+    def _timing(self, stopwatch: Stopwatch | None) -> contextlib.AbstractContextManager[None]:
+        if stopwatch is None:
+            return contextlib.nullcontext()
+        routes = self.compiled.routes
+        if not self.schedule.has_backward:
+            routes = Routes(routes.forward, ())
+        return stopwatch.step(self._executors, self.schedule.placement, routes)
 
     def _result(self, weights: Sequence[float]) -> StepResult:
         last = next((e for e in self._executors if e.rank == self._last_rank), None)

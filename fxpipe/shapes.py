@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from fxpipe import compat
 from fxpipe.ir.annotations import routes_of
 from fxpipe.manager import share_parameters
-from fxpipe.runtime.stage import Layout, layout_of
+from fxpipe.runtime.stage import Layout, TensorLayout, layout_of
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,21 @@ class ShapeProbe:
         gm: the traced graph, before its edges are lowered.
         edges: for each edge, the name of the node it carries.
         sizes: names of the nodes without a tensor that another stage reads.
+        fixed: layouts of the edges after these, which no input changes.
         training: whether gradients are on when the stages run; some kernels differ.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, edges: Sequence[str], sizes: Sequence[str], *, training: bool
+        self,
+        gm: fx.GraphModule,
+        edges: Sequence[str],
+        sizes: Sequence[str],
+        fixed: Sequence[TensorLayout] = (),
+        *,
+        training: bool,
     ) -> None:
         self._num_edges, self._training = len(edges), training
+        self._fixed = tuple(fixed)
         self._graph = _probe_graph(gm, [*edges, *sizes])
         self._mode = compat.fake_mode()
         with self._mode:
@@ -47,7 +55,7 @@ class ShapeProbe:
 
     def layout(self, inputs: Sequence[Tensor]) -> Layout:
         """The layout of a microbatch with inputs of these shapes."""
-        key = tuple((tuple(t.shape), t.stride(), t.dtype) for t in inputs)
+        key = (*((tuple(t.shape), t.stride(), t.dtype) for t in inputs), _ambient_autocast())
         if key in self._found:
             self._found.move_to_end(key)
             return self._found[key]
@@ -65,7 +73,9 @@ class ShapeProbe:
                 self._graph, self._state, tuple(fakes), tie_weights=False
             )
         edges = tuple(layout_of(value) for value in found[: self._num_edges])
-        return Layout(edges, tuple(_plain(value) for value in found[self._num_edges :]))
+        return Layout(
+            edges + self._fixed, tuple(_plain(value) for value in found[self._num_edges :])
+        )
 
 
 def _probe_graph(gm: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
@@ -95,6 +105,14 @@ def _fake(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
+
+
+def _ambient_autocast() -> Hashable:
+    """What the caller's own ``torch.autocast`` around a step makes of dtypes."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in ("cpu", "cuda")
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -22,10 +22,11 @@ from fxpipe.ir.annotations import (
     require_stage,
     routes_of,
     stage_count,
+    tied_routes,
 )
 from fxpipe.ir.edges import attribute
 from fxpipe.ir.routes import Route
-from fxpipe.runtime.stage import OutputGradient, Receive, Send, Stage
+from fxpipe.runtime.stage import OutputGradient, Receive, Send, Stage, TiedLink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class StageGraph:
         inputs: names of the model's inputs among the placeholders.
         sizes: names, in the traced graph, of the sizes among the placeholders.
         routes: routes of every edge that touches the stage, by edge.
+        tied: gradients of parameters that other stages hold too.
     """
 
     index: int
@@ -46,6 +48,7 @@ class StageGraph:
     inputs: tuple[str, ...]
     sizes: tuple[str, ...]
     routes: Mapping[int, Route]
+    tied: tuple[TiedLink, ...] = ()
 
 
 def split_stages(gm: fx.GraphModule) -> list[StageGraph]:
@@ -85,7 +88,17 @@ def _stage_graph(gm: fx.GraphModule, stage: int, routes: Mapping[int, Route]) ->
         tuple(str(n.target) for n in inputs),
         tuple(n.name for n in sizes),
         edges,
+        tuple(_tied_links(gm, stage)),
     )
+
+
+def _tied_links(gm: fx.GraphModule, stage: int) -> Iterator[TiedLink]:
+    for name, routes in tied_routes(gm).items():
+        if stage == routes[0].source:
+            yield TiedLink(name, -1, None, (routes[0].edge, routes[0].target))
+        for route in routes:
+            if route.target == stage:
+                yield TiedLink(name, route.edge, route.gradient_to, route.gradient_from)
 
 
 # --------------------------------------------------------------------------------------------
@@ -183,6 +196,7 @@ def peel(
         receives=tuple(_receive(n, stage.routes) for n in receives),
         sends=tuple(Send(_edge(n), int(n.args[2]), sent.index(n.args[0])) for n in sends),
         gradients=tuple(_gradients(stage, sends, sent)),
+        tied=stage.tied,
         num_sent=len(sent),
         origins={n.name: origins[n.name] for n in graph.nodes if n.name in origins},
     )

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from fxpipe import compat
 from fxpipe.ir import verify
-from fxpipe.ir.annotations import mutates_of, require_stage, set_routes, value_of
-from fxpipe.ir.edges import Edge, cross_stage_edges, feeds_output, needs_gradient
+from fxpipe.ir.annotations import (
+    mutates_of,
+    require_stage,
+    set_routes,
+    set_tied_routes,
+    tied_parameters,
+    value_of,
+)
+from fxpipe.ir.edges import Edge, attribute, cross_stage_edges, feeds_output, needs_gradient
 from fxpipe.ir.routes import Route
 from fxpipe.ir.values import tensors_in
 from fxpipe.manager import Pass
@@ -19,8 +27,7 @@ from fxpipe.manager import Pass
 
 @dataclasses.dataclass(frozen=True)
 class RouteEdges(Pass):
-    """Sends a value straight to each stage that reads it; its gradient comes back from reader to
-    reader.
+    """Sends a value straight to each stage that reads it, and its gradient from reader to reader.
 
     No gradient is sent where the value needs none, or where no path leads from its readers to an
     output of the model.
@@ -33,11 +40,19 @@ class RouteEdges(Pass):
           b = g(%a)      =>     b = g(%a)
         stage 3               stage 3
           c = h(%a)             c = h(%a)
+
+    Args:
+        chained_bytes: the gradient of a parameter that several stages hold goes the same way, with
+            every microbatch, if it is not larger; else each stage adds up its own, and they are
+            summed at the end of the step. The first gives the bits of the plain model, the second
+            costs one transfer a step.
     """
 
     name: ClassVar[str] = "route-edges"
     requires: ClassVar = (verify.stages_assigned, verify.edges_point_forward)
     ensures: ClassVar = (verify.edges_routed,)
+
+    chained_bytes: int = 4 * 2**20
 
     def run(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.nodes:
@@ -62,7 +77,29 @@ class RouteEdges(Pass):
                 written = needs_gradient(producer) and _is_written(gm, edge)
                 routes.append(Route(index, edge.source, edge.target, to, after, written))
             set_routes(producer, tuple(routes))
+        set_tied_routes(gm, {n: _tied(s, number) for n, s in self._chained(gm).items()})
         return gm
+
+    def _chained(self, gm: fx.GraphModule) -> dict[str, tuple[int, ...]]:
+        """The tied parameters whose gradients go from stage to stage with every microbatch."""
+        chained = {}
+        for name, stages in tied_parameters(gm).items():
+            parameter = attribute(gm, name)
+            assert isinstance(parameter, nn.Parameter)
+            size = parameter.numel() * parameter.element_size()
+            if parameter.requires_grad and size <= self.chained_bytes:
+                chained[name] = stages
+        return chained
+
+
+def _tied(stages: tuple[int, ...], number: Iterator[int]) -> tuple[Route, ...]:
+    """For each stage but the first, the way of its gradient to the stage before it."""
+    edges = [next(number) for _ in stages[1:]]
+    after = [*zip(edges[1:], stages[2:], strict=True), None]
+    return tuple(
+        Route(edge, stages[0], stage, before, later)
+        for edge, stage, before, later in zip(edges, stages[1:], stages, after, strict=False)
+    )
 
 
 def _is_written(gm: fx.GraphModule, edge: Edge) -> bool:

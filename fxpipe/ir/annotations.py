@@ -28,6 +28,7 @@ _CHECKPOINT = "fxpipe.checkpoint"
 _COST = "fxpipe.cost"
 _ROUTES = "fxpipe.routes"
 _TIED = "fxpipe.tied"
+_TIED_ROUTES = "fxpipe.tied_routes"
 _CANONICAL = "fxpipe.canonical"
 
 
@@ -172,6 +173,18 @@ def tied_parameters(gm: fx.GraphModule) -> Mapping[str, tuple[int, ...]]:
 
 def set_tied_parameters(gm: fx.GraphModule, tied: Mapping[str, tuple[int, ...]]) -> None:
     gm.meta[_TIED] = dict(tied)
+
+
+def tied_routes(gm: fx.GraphModule) -> Mapping[str, tuple[Route, ...]]:
+    """By canonical name, the routes of the gradients of a tied parameter, first reader first.
+
+    A parameter without routes is summed over its stages at the end of a step.
+    """
+    return dict(gm.meta.get(_TIED_ROUTES, {}))
+
+
+def set_tied_routes(gm: fx.GraphModule, routes: Mapping[str, tuple[Route, ...]]) -> None:
+    gm.meta[_TIED_ROUTES] = dict(routes)
 
 
 def canonical_name(gm: fx.GraphModule, name: str) -> str:

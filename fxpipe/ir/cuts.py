@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import fx, nn
@@ -131,11 +132,7 @@ def _containers(nodes: list[fx.Node], at: dict[fx.Node, int]) -> Iterator[Bond]:
 
 def _written_views(nodes: list[fx.Node], at: dict[fx.Node, int]) -> Iterator[Bond]:
     """Other names of a tensor that is written in place, and read after the write."""
-    sharing: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in nodes:
-        if node.op != "output":
-            for storage in {compat.storage_id(t) for t in tensors_in(value_of(node))}:
-                sharing[storage].append(node)
+    sharing = _sharing(nodes)
     by_name = {n.name: n for n in nodes}
     for write in nodes:
         for name in mutates_of(write):
@@ -147,10 +144,20 @@ def _written_views(nodes: list[fx.Node], at: dict[fx.Node, int]) -> Iterator[Bon
                 )
                 # One name alone may cross before the write: the receiving stage writes its own
                 # copy.
-                first = at.get(_second_to_cross(names, read), at[write])
+                first = at[_second_to_cross(names, read) or write]
                 if first == at[write] and result_is_of(write) == name and len(read) < 2:
                     continue
                 yield Bond(first, last, f"%{write} writes a tensor that has other names")
+
+
+def _sharing(nodes: list[fx.Node]) -> dict[int, list[fx.Node]]:
+    """The nodes whose tensors live in the same memory, by that memory."""
+    sharing: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        if node.op != "output":
+            for storage in {compat.storage_id(t) for t in tensors_in(value_of(node))}:
+                sharing[storage].append(node)
+    return sharing
 
 
 def _second_to_cross(names: list[fx.Node], read: list[fx.Node]) -> fx.Node | None:
@@ -177,24 +184,25 @@ def _second_to_cross(names: list[fx.Node], read: list[fx.Node]) -> fx.Node | Non
 def _written_state(
     gm: fx.GraphModule, nodes: list[fx.Node], at: dict[fx.Node, int]
 ) -> Iterator[Bond]:
-    """A buffer that is written lives on one stage with everything that reads it."""
-    users: dict[int, list[int]] = defaultdict(list)
+    """A buffer that is written lives on one stage with all that reads it, or a view of it."""
+    sharing = _sharing(nodes)
+    users: dict[int, set[int]] = defaultdict(set)
     names: dict[int, str] = {}
     written: set[int] = set()
     for node in nodes:
         for name in state_names(gm, node):
-            key = id(attribute(gm, name))
+            key = compat.storage_id(cast(torch.Tensor, attribute(gm, name)))
             names.setdefault(key, name)
             if node.op == "get_attr":
-                users[key] += [at[u] for u in node.users]
+                views = sharing[compat.storage_id(value_of(node))]
+                users[key] |= {at[n] for n in views if n.op != "get_attr"}
+                users[key] |= {at[u] for n in views for u in n.users}
+                if any(n.name in mutates_of(u) for n in views for u in n.users):
+                    written.add(key)
             else:
-                users[key].append(at[node])
+                users[key].add(at[node])
                 if updates_buffers(node) and name in dict(gm.named_buffers(remove_duplicate=False)):
                     written.add(key)
-            if node.op == "get_attr" and any(
-                updates_buffers(u) or node.name in mutates_of(u) for u in node.users
-            ):
-                written.add(key)
     for key in written:
         yield Bond(min(users[key]), max(users[key]), f"buffer {names[key]} is written")
 

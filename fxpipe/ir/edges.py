@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.annotations import require_stage, value_of
-from fxpipe.ir.values import has_tensor
+from fxpipe.ir.values import has_tensor, tensors_in
 
 
 class Edge(NamedTuple):
@@ -42,9 +42,8 @@ def cross_stage_edges(gm: fx.GraphModule) -> Iterator[Edge]:
 
 
 def needs_gradient(node: fx.Node) -> bool:
-    """Whether a gradient flows to the value of this node in the plain model."""
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    """Whether a gradient flows to the value of this node, or to part of it, in the plain model."""
+    return any(tensor.requires_grad for tensor in tensors_in(value_of(node)))
 
 
 def feeds_output(gm: fx.GraphModule) -> set[fx.Node]:

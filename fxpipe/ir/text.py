@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from fxpipe.ir.annotations import routes_of, stage_of, tied_parameters, value_of
+from fxpipe.ir.annotations import routes_of, stage_of, tied_parameters, tied_routes, value_of
 
 _DTYPES = {
     torch.float64: "f64",
@@ -37,8 +37,10 @@ def format_graph(gm: fx.GraphModule) -> str:
             lines.append("unassigned" if stage is None else f"stage {stage}")
             current = stage
         lines.append(f"  {_format_node(node)}")
+    chained = tied_routes(gm)
     for name, stages in tied_parameters(gm).items():
-        lines.append(f"tied {name}: stages {', '.join(map(str, stages))}")
+        line = f"tied {name}: stages {', '.join(map(str, stages))}"
+        lines.append(" -> ".join([line, *map(str, chained.get(name, ()))]))
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe import compat
 from fxpipe.runtime.stage import Stage
@@ -39,12 +39,13 @@ class Engine(Protocol):
             microbatch: m; its F has run.
             gradients: one for each of the stage's `gradients`, in order, followed by that of the
                 loss on the stage that has one.
-            later: for each of the stage's receives, the gradient that a later reader of the same
-                value
-                sent: the sum starts with it. None where there is none.
+            later: for each of the stage's receives, then for each of its tied links, the gradient
+                that a later stage sent: the sum of this one starts with it. None where there is
+                none.
 
         Returns:
-            For each of the stage's receives, its gradient; None where there is none.
+            For each of the stage's receives, then for each of its tied links, its gradient; None
+            where there is none.
         """
         ...
 
@@ -62,9 +63,12 @@ class AutogradEngine:
     Args:
         stage: the stage to run.
         has_backward: keep what backward needs; False for forward-only programs.
+        tied: the parameter of each of the stage's tied links.
     """
 
-    def __init__(self, stage: Stage, *, has_backward: bool) -> None:
+    def __init__(
+        self, stage: Stage, *, has_backward: bool, tied: Sequence[nn.Parameter] = ()
+    ) -> None:
         self._forward = stage.module.forward  # past Module.__call__: no hooks stand on a stage
         self._first_receive = len(stage.batch_inputs) + len(stage.sizes)
         self._has_backward = has_backward
@@ -74,6 +78,10 @@ class AutogradEngine:
             if r.gradient_to is not None
         )
         self._num_receives = len(stage.receives)
+        self._tied = tuple(
+            (len(stage.receives) + i, parameter, link.gradient_to is not None)
+            for i, (parameter, link) in enumerate(zip(tied, stage.tied, strict=True))
+        )
         self._roots = tuple(g.output for g in stage.gradients)
         if stage.has_loss:
             self._roots += (-1,)
@@ -109,11 +117,18 @@ class AutogradEngine:
             if (seed := later[i]) is not None:
                 roots.append(leaf)
                 seeds.append(seed)
+        for i, parameter, _ in self._tied:
+            if (seed := later[i]) is not None:
+                roots.append(parameter)
+                seeds.append(seed)
         if roots:
             compat.run_backward(tuple(roots), tuple(seeds))
-        found: list[Tensor | None] = [None] * self._num_receives
+        found: list[Tensor | None] = [None] * (self._num_receives + len(self._tied))
         for i, leaf in leaves:
             found[i] = leaf.grad
+        for i, parameter, is_passed_on in self._tied:
+            if is_passed_on:
+                found[i], parameter.grad = parameter.grad, None
         return found
 
     def weight(self, microbatch: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxpipe.errors import ScheduleError, TransportError
 from fxpipe.runtime.engine import Engine
-from fxpipe.runtime.stage import Layout, Stage, TensorLayout
+from fxpipe.runtime.stage import Layout, Receive, Stage, TensorLayout, TiedLink
 from fxpipe.runtime.transport.interface import Transport, Work, wait_all
 from fxpipe.schedule.actions import Action, Kind
 
@@ -142,6 +142,17 @@ class Executor:
         self._bind_all()
 
     @property
+    def engines(self) -> dict[int, Engine]:
+        """What runs each stage."""
+        return {s: slots.engine for s, slots in self._slots.items()}
+
+    def use_engines(self, engines: Mapping[int, Engine]) -> None:
+        """Runs the stages with other engines from the next step on."""
+        for s, engine in engines.items():
+            self._slots[s].engine = engine
+        self._bind_all()
+
+    @property
     def current(self) -> Action | None:
         """The action that runs, or that failed; None once the program has ended."""
         return self.program[self._next] if self._next < len(self.program) else None
@@ -239,9 +250,10 @@ class Executor:
         of_outputs = tuple(
             (g.edge, self._placement[g.source], 2 * g.edge + BACKWARD) for g in stage.gradients
         )
+        passed_on: tuple[Receive | TiedLink, ...] = (*stage.receives, *stage.tied)
         of_receives = tuple(
             (i, edge, self._placement[source], 2 * edge + BACKWARD)
-            for i, r in enumerate(stage.receives)
+            for i, r in enumerate(passed_on)
             if r.gradient_from is not None
             for edge, source in (r.gradient_from,)
         )
@@ -252,13 +264,14 @@ class Executor:
             + [(edge, peer, tag, i) for i, edge, peer, tag in of_receives],
             key=lambda entry: entry[0],
         )
-        receive, device, num_receives = self._transport.recv, self._device, len(stage.receives)
+        receive, device = self._transport.recv, self._device
+        num_later = len(stage.receives) + len(stage.tied)
 
         def run() -> None:
             edges = self._layouts[m].edges
             works: list[Work] = []
             gradients: list[Tensor | None] = []
-            later: list[Tensor | None] = [None] * num_receives
+            later: list[Tensor | None] = [None] * num_later
             for edge, peer, tag, i in order:
                 buffer, view = edges[edge].empty(device)
                 works.append(receive([buffer], peer, tag))
@@ -273,7 +286,7 @@ class Executor:
 
     def _bind_backward(self, slots: _Slots, m: int) -> Callable[[], None]:
         stage, engine = slots.stage, slots.engine
-        nothing: list[Tensor | None] = [None] * len(stage.receives)
+        nothing: list[Tensor | None] = [None] * (len(stage.receives) + len(stage.tied))
 
         def run() -> None:
             wait_all(slots.gradients_arriving[m])
@@ -298,9 +311,10 @@ class Executor:
         return run
 
     def _bind_send_gradients(self, slots: _Slots, m: int) -> Callable[[], None]:
+        passed_on: tuple[Receive | TiedLink, ...] = (*slots.stage.receives, *slots.stage.tied)
         sends = tuple(
             (i, r.edge, self._placement[r.gradient_to], 2 * r.edge + BACKWARD)
-            for i, r in enumerate(slots.stage.receives)
+            for i, r in enumerate(passed_on)
             if r.gradient_to is not None
         )
         device = self._device

@@ -72,6 +72,24 @@ class OutputGradient:
 
 
 @dataclasses.dataclass(frozen=True)
+class TiedLink:
+    """The gradient of a parameter that other stages hold too, passed on with every microbatch.
+
+    Args:
+        name: canonical name of the parameter.
+        edge: index of the edge to `gradient_to`; -1 on the first stage that holds the parameter.
+        gradient_to: the stage before this one that holds it; None on the first, which keeps the sum.
+        gradient_from: edge, and stage, of the next stage that holds it, whose gradient starts the
+            sum of this one. None on the last.
+    """
+
+    name: str
+    edge: int
+    gradient_to: int | None
+    gradient_from: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Stage:
     """One stage, ready to run.
 
@@ -87,6 +105,7 @@ class Stage:
         receives: tensors from other stages, edges ascending.
         sends: transfers to other stages, edges ascending.
         gradients: gradients of the outputs, edges ascending.
+        tied: gradients of parameters that other stages hold too.
         num_sent: how many outputs are values for other stages; the rest belongs to the model.
         has_loss: the last output is the loss of the microbatch.
         origins: module and source line of each node of the module, for error messages.
@@ -99,6 +118,7 @@ class Stage:
     receives: tuple[Receive, ...]
     sends: tuple[Send, ...]
     gradients: tuple[OutputGradient, ...] = ()
+    tied: tuple[TiedLink, ...] = ()
     num_sent: int = 0
     has_loss: bool = False
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
