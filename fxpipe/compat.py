@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -18,10 +19,13 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode as FakeTensorMode,  # a type in signatures; made by `fake_mode`
 )
 from torch.distributed.distributed_c10d import Store
 from torch.fx import _symbolic_trace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CHECKED_VERSIONS = ("2.13", "2.14")
 """Minor versions of torch on which every name below was tried."""
@@ -147,9 +151,9 @@ def forget_tracer(graph: fx.Graph) -> None:
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """The function that ``no_grad`` and its kin call, seen by function modes; checked on 2.14.1."""
 
-enter_autocast: Callable[..., Any] = torch.amp._enter_autocast
-exit_autocast: Callable[[Any], None] = torch.amp._exit_autocast
-"""Functions that open and close an autocast region, as torch.export records them; checked on 2.14.1."""
+enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
+exit_autocast: Callable[[Any], None] = torch.amp.autocast_mode._exit_autocast
+"""Open and close an autocast region, as torch.export records them; checked on 2.14.1."""
 
 
 def autocast_arguments(region: torch.autocast) -> tuple[str, torch.dtype, bool, bool]:
@@ -216,3 +220,42 @@ def gloo_group(store: Store, rank: int, size: int) -> Group:
         else make.create_default_device(lazy_init=False)
     ]
     return cast(Group, make(store, rank, size, options))
+
+
+def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """``function.apply(...)``; named like the method, so that `bound_apply` pickles as it."""
+    return function.apply(*args, **kwargs)
+
+
+def bound_apply(function: type[torch.autograd.Function]) -> types.MethodType:
+    """``function.apply`` as a callable whose module and class can be asked for.
+
+    ``Function.apply`` is a C method without ``__module__``, checked on 2.14.1: fx cannot name it.
+    """
+    return types.MethodType(apply, function)
+
+
+DispatchMode = TorchDispatchMode
+"""Sees every operator below autograd, under its ``aten`` name.
+
+``torch.utils._python_dispatch.TorchDispatchMode``, checked on 2.14.1.
+"""
+
+
+ATTENTION_KERNELS = "_sdpa_kernel"
+"""The function in ``torch.nn.attention`` behind ``sdpa_kernel``; checked on 2.14.1."""
+
+
+def found_infinities(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> dict[torch.device, Tensor]:
+    """What a scaler found in the gradients of an optimizer: 1.0 for not finite, by device;
+    writable.
+
+    ``GradScaler._per_optimizer_states``, checked on 2.13.0 and 2.14.1; ``ShardedGradScaler``,
+    torch's own subclass, reads it too.
+    """
+    found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)][
+        "found_inf_per_device"
+    ]
+    return found

@@ -145,9 +145,21 @@ def compile_model(
 
 
 def make_program(
-    compiled: Compiled, options: CompileOptions, microbatches: int, *, forward_only: bool
+    compiled: Compiled,
+    options: CompileOptions,
+    microbatches: int,
+    *,
+    forward_only: bool,
+    prefetch: int = 1,
 ) -> tuple[Schedule, Program]:
     """The order of each rank, with transfers; proven complete and free of deadlock.
+
+    Args:
+        compiled: the model in one mode.
+        options: with the name of the schedule.
+        microbatches: M.
+        forward_only: leave backward out.
+        prefetch: how many compute actions a receive is posted ahead.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -160,7 +172,7 @@ def make_program(
         forward_only=forward_only,
     )
     routes = Routes(compiled.routes.forward, ()) if forward_only else compiled.routes
-    program = add_transfers(schedule, routes)
+    program = add_transfers(schedule, routes, prefetch=prefetch)
     verify(
         program,
         placement=schedule.placement,

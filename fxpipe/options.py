@@ -12,6 +12,7 @@ ENGINES = ("autograd",)
 ACTIVATION_CHECKPOINTS = ("never",)
 TRANSPORTS = ("auto", "local", "gloo", "nccl")
 REDUCTIONS = ("mean", "sum")
+OUTPUTS = ("last", "all")
 BALANCES = ("time", "parameters")
 
 Loss = Callable[[Any, Any], Any]
@@ -34,6 +35,8 @@ class CompileOptions:
             None = every microbatch gets it whole. Not named: dimension 0.
         loss_reduction: ``"mean"``: the loss of a batch is the row-weighted mean of the microbatch
             losses; ``"sum"``: their sum.
+        outputs: which ranks get the output of a step: ``"last"``, those that hold the last stage,
+            or ``"all"``.
         engine: how a stage runs backward.
         activation_checkpoint: which activations are recomputed in backward.
         transport: how tensors travel. ``"auto"``: between processes under torchrun, else within
@@ -53,6 +56,7 @@ class CompileOptions:
     balance: str = "time"
     batch_dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     loss_reduction: str = "mean"
+    outputs: str = "last"
     engine: str = "autograd"
     activation_checkpoint: str = "never"
     transport: str = "auto"
@@ -72,6 +76,7 @@ class CompileOptions:
         _one_of("engine", self.engine, ENGINES)
         _one_of("activation_checkpoint", self.activation_checkpoint, ACTIVATION_CHECKPOINTS)
         _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("outputs", self.outputs, OUTPUTS)
         _one_of("loss_reduction", self.loss_reduction, REDUCTIONS)
         _one_of("balance", self.balance, BALANCES)
         if self.loss is not None and not callable(self.loss):

@@ -15,14 +15,16 @@ from torch import Tensor, fx, nn
 from fxpipe.compiler import Compiled, compile_model, modes
 from fxpipe.errors import FxpipeError, OptionError
 from fxpipe.log import warn_once
+from fxpipe.loop import with_gradients
 from fxpipe.options import CompileOptions
 from fxpipe.plan import Plan, make_plan
 from fxpipe.runtime.clip import clip_grad_norm
 from fxpipe.runtime.driver import Driver, make_driver
+from fxpipe.runtime.scaler import GradScaler
 from fxpipe.runtime.state import ModelState
 from fxpipe.runtime.timing import Stopwatch
 from fxpipe.schedule import Action, Timeline, make_schedule
-from fxpipe.session import Held, Session, StepResult, hold
+from fxpipe.session import Held, LossPlace, Session, StepResult, hold
 from fxpipe.trace.inputs import BoundInputs, InputBinder
 
 if TYPE_CHECKING:
@@ -74,7 +76,9 @@ class Pipeline:
     # ---------------------------------------------------------------------------------------
     # Running
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+    def step(
+        self, *args: Any, target: Any = None, scaler: GradScaler | None = None, **kwargs: Any
+    ) -> StepResult:
         """Runs one batch forward and backward and adds to the gradients.
 
         In eval mode, or inside ``torch.no_grad()``, forward and loss alone.
@@ -83,6 +87,8 @@ class Pipeline:
             args: positional inputs of the model, the whole batch.
             target: what the loss compares with, the whole batch: a tensor or a container of
                 tensors, cut along dimension 0.
+            scaler: scales the loss before backward, not the one that is returned; see
+                `grad_scaler`.
             kwargs: keyword inputs of the model.
 
         Returns:
@@ -93,28 +99,37 @@ class Pipeline:
             RankError: a rank failed; every rank raises it with the same cause.
         """
         backward = self.training and torch.is_grad_enabled()
+        if "target" in self._binder.signature.parameters:  # the model computes the loss itself
+            kwargs["target"] = target
         bound = self._binder.bind(args, kwargs)
-        session = self._session(bound, args, kwargs, with_loss=True, with_backward=backward)
-        return session.run(bound.tensors, target, self._stopwatch)
+        session = self._session(bound, args, kwargs, LossPlace.INSIDE, with_backward=backward)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return session.run(bound.tensors, target, self._stopwatch, scale=scale)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one batch forward.
 
+        In train mode the output has gradients: the plain loop works, with the loss computed by the
+        same code on every rank and ``loss.backward()`` running the pipeline backward, in the order
+        of GPipe. In eval mode, or inside ``torch.no_grad()``, forward alone.
+
         Returns:
-            The output of the batch in the model's own structure, on the ranks that hold the last
-            stage; None elsewhere.
+            The output of the batch in the model's own structure: in train mode on every rank;
+            else as the option ``outputs`` says, None on the other ranks.
 
         Raises:
-            FxpipeError: gradients are wanted: that is what `step` is for.
+            InputError: the batch does not fit the model.
+            RankError: a rank failed; every rank raises it with the same cause.
         """
-        if self.training and torch.is_grad_enabled():
-            raise FxpipeError(
-                "a call in train mode would give an output without gradients",
-                hint="use step(), or call eval() first, or call inside torch.no_grad()",
-            )
         bound = self._binder.bind(args, kwargs)
-        session = self._session(bound, args, kwargs, with_loss=False, with_backward=False)
-        return session.run(bound.tensors, None, self._stopwatch).output
+        if not (self.training and torch.is_grad_enabled()):
+            place = LossPlace.NOWHERE
+            session = self._session(bound, args, kwargs, place, with_backward=False)
+            return session.run(bound.tensors, None, self._stopwatch).output
+        session = self._session(bound, args, kwargs, LossPlace.OUTSIDE, with_backward=True)
+        leaves, resume = session.forward(bound.tensors, self._stopwatch)
+        traced = session.compiled.traced
+        return traced.output.unflatten(with_gradients(leaves, traced.needs_gradient, resume))
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[list[Timeline]]:
@@ -145,8 +160,9 @@ class Pipeline:
             yield timelines
         finally:
             self._stopwatch = None
-        driver = self._driver
-        timelines += stopwatch.timelines(driver.collectives, is_whole=driver.is_whole)
+        with self._driver.together():
+            driver = self._driver
+            timelines += stopwatch.timelines(driver.collectives, is_whole=driver.is_whole)
 
     def train(self, mode: bool = True) -> Self:
         """Puts the pipeline, not the model that was handed in, in train mode."""
@@ -208,6 +224,10 @@ class Pipeline:
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
+
+    def grad_scaler(self, **kwargs: Any) -> GradScaler:
+        """A ``torch.amp.GradScaler`` that all ranks agree on, for fp16; arguments as of torch's."""
+        return GradScaler(self._driver, **kwargs)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """This rank's entries of the model's state dict, under the original names."""
@@ -279,9 +299,7 @@ class Pipeline:
 
         self._check_index("rank", rank, self.options.ranks)
         compiled, plan, example = self._to_emit(args, kwargs, target)
-        return rank_code(
-            compiled, plan, rank, options=self.options, example=example, unroll=unroll
-        )
+        return rank_code(compiled, plan, rank, options=self.options, example=example, unroll=unroll)
 
     @property
     def plan(self) -> Plan:
@@ -312,9 +330,9 @@ class Pipeline:
 
         Args:
             folder: made if it is not there.
-            args: positional inputs of a batch, which is saved with the scripts. None, like `kwargs`:
-                the scripts are for the microbatches that the model was traced with, and where their
-                data comes from is up to you.
+            args: positional inputs of a batch, which is saved with the scripts. None, as `kwargs`:
+                no batch is saved, and the scripts are for microbatches like the one that was
+                traced.
             kwargs: its keyword inputs.
             target: what the loss compares with. The loss is traced with it; without one it is
                 imported by the script, if it has to be.
@@ -377,14 +395,14 @@ class Pipeline:
         bound: BoundInputs,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        loss: LossPlace,
         *,
-        with_loss: bool,
         with_backward: bool,
     ) -> Session:
         compiled, held = self._compile(bound, args, kwargs)
         rows = compiled.batch_dims.rows(bound.tensors)
         count = self._microbatches(rows)
-        key = (id(compiled), count, with_loss, with_backward)
+        key = (id(compiled), count, loss, with_backward)
         if key not in self._sessions:
             self._sessions[key] = Session(
                 compiled,
@@ -392,7 +410,7 @@ class Pipeline:
                 self.options,
                 self._driver,
                 microbatches=count,
-                with_loss=with_loss,
+                loss=loss,
                 with_backward=with_backward,
             )
         return self._sessions[key]

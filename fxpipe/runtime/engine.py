@@ -37,8 +37,8 @@ class Engine(Protocol):
 
         Args:
             microbatch: m; its F has run.
-            gradients: one for each of the stage's `gradients`, in order, followed by that of the
-                loss on the stage that has one.
+            gradients: one for each of the stage's `gradients`, in order; then, on the last stage,
+                that of the loss, or those of the leaves of the model's output.
             later: for each of the stage's receives, then for each of its tied links, the gradient
                 that a later stage sent: the sum of this one starts with it. None where there is
                 none.
@@ -51,6 +51,10 @@ class Engine(Protocol):
 
     def weight(self, microbatch: int) -> None:
         """Runs W, the weight-gradient half of backward; its I has run."""
+        ...
+
+    def drop(self) -> None:
+        """Forgets the microbatches under way."""
         ...
 
 
@@ -85,6 +89,7 @@ class AutogradEngine:
         self._roots = tuple(g.output for g in stage.gradients)
         if stage.has_loss:
             self._roots += (-1,)
+        self._num_sent = stage.num_sent if stage.takes_output_gradients else None
         self._kept: dict[int, tuple[list[tuple[int, Tensor]], list[Tensor]]] = {}
 
     def forward(self, microbatch: int, inputs: list[Any]) -> Sequence[Any]:
@@ -98,7 +103,10 @@ class AutogradEngine:
             if written:
                 inputs[position] = leaf.clone()
         outputs = self._forward(*inputs)
-        self._kept[microbatch] = (leaves, [outputs[i] for i in self._roots])
+        roots = [outputs[i] for i in self._roots]
+        if self._num_sent is not None:
+            roots += outputs[self._num_sent :]
+        self._kept[microbatch] = (leaves, roots)
         return outputs  # type: ignore[no-any-return]
 
     def backward(
@@ -133,3 +141,6 @@ class AutogradEngine:
 
     def weight(self, microbatch: int) -> None:
         """Does nothing: ``backward`` has computed the gradients of the weights."""
+
+    def drop(self) -> None:
+        self._kept.clear()

@@ -23,6 +23,7 @@ from fxpipe.runtime.transport.interface import Transport, Work, wait_all
 from fxpipe.schedule.actions import Action, Kind
 
 FORWARD, BACKWARD = 0, 1
+_BACKWARD_KINDS = (Kind.RECV_B, Kind.B, Kind.I, Kind.W, Kind.SEND_B)
 
 
 @dataclasses.dataclass
@@ -34,12 +35,15 @@ class Feed:
         targets: the target of each microbatch, [M]; read on the last stage alone.
         weights: what each microbatch's loss counts in that of the batch, [M].
         layouts: shapes of each microbatch, [M].
+        output_gradients: gradient of each leaf of the model's output, [M][leaves], where the loss
+            is computed outside; read on the last stage alone.
     """
 
     batch: Sequence[Sequence[Tensor]]
     targets: Sequence[Any]
     weights: Sequence[float]
     layouts: Sequence[Layout]
+    output_gradients: Sequence[Sequence[Tensor | None]] = ()
 
 
 class _Slots:
@@ -93,7 +97,9 @@ class Executor:
         self._has_backward = any(a.kind is Kind.B or a.kind is Kind.I for a in self.program)
         self.model_outputs: list[tuple[Any, ...]] = [()] * microbatches
         self.losses: list[Tensor] = [torch.empty(0)] * microbatches
-        self._next = 0
+        backward = [i for i, a in enumerate(self.program) if a.kind in _BACKWARD_KINDS]
+        self._first_backward = min(backward, default=len(self.program))
+        self._next, self._end = 0, len(self.program)
         self._acts: list[Callable[[], None]] = []
         self._bind_all()
 
@@ -113,18 +119,29 @@ class Executor:
     # ---------------------------------------------------------------------------------------
     # Running
 
-    def load(self, feed: Feed) -> None:
-        """Sets what the next step reads."""
+    def load(self, feed: Feed, *, forward_only: bool = False) -> None:
+        """Sets what the next step reads.
+
+        Args:
+            feed: by microbatch.
+            forward_only: `run` stops before the first action of backward, until `resume`.
+        """
         self._feed, self._layouts, self._next = feed, feed.layouts, 0
+        self._end = self._first_backward if forward_only else len(self.program)
         self.model_outputs = [()] * self._microbatches
         self.losses = [torch.empty(0)] * self._microbatches
 
+    def resume(self, output_gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        """Sets the gradients of the model's output; `run` goes on with backward."""
+        self._feed.output_gradients = output_gradients
+        self._end = len(self.program)
+
     def run(self) -> None:
-        """Runs the whole program; returns when every send has left."""
-        for index, act in enumerate(self._acts):
+        """Runs the program as far as it was loaded; returns when every send has left."""
+        for index in range(self._next, self._end):
             self._next = index
-            act()
-        self._next = len(self._acts)
+            self._acts[index]()
+        self._next = self._end
         self.finish()
 
     def finish(self) -> None:
@@ -136,6 +153,8 @@ class Executor:
         """Forgets the step that failed: transfers, activations and gradients under way."""
         self._pending.clear()
         self._feed, self._layouts = Feed((), (), (), ()), ()
+        for slots in self._slots.values():
+            slots.engine.drop()
         self._slots = {
             s: _Slots(old.stage, old.engine, self._microbatches) for s, old in self._slots.items()
         }
@@ -154,12 +173,12 @@ class Executor:
 
     @property
     def current(self) -> Action | None:
-        """The action that runs, or that failed; None once the program has ended."""
-        return self.program[self._next] if self._next < len(self.program) else None
+        """The action that runs, or that failed; None once all that was loaded has run."""
+        return self.program[self._next] if self._next < self._end else None
 
     def advance(self) -> bool:
         """Runs the next action if everything it waits for is there; says whether it did."""
-        if self._next == len(self.program) or not self._is_ready(self.program[self._next]):
+        if self._next == self._end or not self._is_ready(self.program[self._next]):
             return False
         self._acts[self._next]()
         self._next += 1
@@ -294,6 +313,8 @@ class Executor:
             wait_all(slots.leaving[m])  # at once: the gradient of a value comes after the value
             slots.leaving[m] = []
             gradients = slots.gradients[m]
+            if stage.takes_output_gradients:
+                gradients = [*gradients, *self._feed.output_gradients[m]]
             if stage.has_loss:
                 loss = self.losses[m]
                 gradients = [*gradients, loss.new_full((), self._feed.weights[m])]

@@ -118,7 +118,12 @@ def combine(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def merge_outputs(
     outputs: Sequence[Sequence[Any]], weights: Sequence[float], spec: tree.TreeSpec
 ) -> Any:
-    """The output of the batch, in the model's own structure.
+    """The output of the batch, in the model's own structure, from `merge_leaves`."""
+    return spec.unflatten(merge_leaves(outputs, weights))
+
+
+def merge_leaves(outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> list[Any]:
+    """The leaves of the output of the batch, from those of the microbatches, [M][leaves].
 
     Tensors are joined along dimension 0; 0-dim ones are combined as the loss is; everything else is
     as the first microbatch gave it.
@@ -131,7 +136,24 @@ def merge_outputs(
             merged.append(combine(leaves, weights))
         else:
             merged.append(torch.cat(leaves))
-    return spec.unflatten(merged)
+    return merged
+
+
+def split_gradients(
+    gradients: Sequence[Tensor | None],
+    outputs: Sequence[Sequence[Any]],
+    weights: Sequence[float],
+) -> list[list[Tensor | None]]:
+    """The gradient of each microbatch's leaves, [M][leaves], from those of `merge_leaves`."""
+    pieces: list[Sequence[Tensor | None]] = []
+    for gradient, leaves in zip(gradients, zip(*outputs, strict=True), strict=True):
+        if gradient is None:
+            pieces.append([None] * len(outputs))
+        elif leaves[0].dim() == 0:
+            pieces.append([gradient * weight for weight in weights])
+        else:
+            pieces.append(torch.split(gradient, [leaf.shape[0] for leaf in leaves]))
+    return [list(piece) for piece in zip(*pieces, strict=True)]
 
 
 def batch_dims_of(

@@ -78,7 +78,7 @@ class TiedLink:
     Args:
         name: canonical name of the parameter.
         edge: index of the edge to `gradient_to`; -1 on the first stage that holds the parameter.
-        gradient_to: the stage before this one that holds it; None on the first, which keeps the sum.
+        gradient_to: the stage before this one that holds it; None on the first, which sums.
         gradient_from: edge, and stage, of the next stage that holds it, whose gradient starts the
             sum of this one. None on the last.
     """
@@ -108,6 +108,8 @@ class Stage:
         tied: gradients of parameters that other stages hold too.
         num_sent: how many outputs are values for other stages; the rest belongs to the model.
         has_loss: the last output is the loss of the microbatch.
+        takes_output_gradients: the loss is computed outside, and backward starts from gradients of
+            the leaves of the model's output.
         origins: module and source line of each node of the module, for error messages.
     """
 
@@ -121,6 +123,7 @@ class Stage:
     tied: tuple[TiedLink, ...] = ()
     num_sent: int = 0
     has_loss: bool = False
+    takes_output_gradients: bool = False
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fxpipe.runtime.collectives import Collectives
 from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.executor import Executor
-from fxpipe.schedule import Action, Kind, Program, Routes, Timeline
+from fxpipe.schedule import Action, Kind, Routes, Timeline
 from fxpipe.schedule.replay import Replay, Span
 
 Marks: TypeAlias = tuple[Any, Any, Action]
@@ -106,6 +106,9 @@ class TimedEngine:
         self._marks.append((start, self._clock.mark(), self._backward[microbatch]))
         return found
 
+    def drop(self) -> None:
+        self._engine.drop()
+
     def weight(self, microbatch: int) -> None:
         start = self._clock.mark()
         self._engine.weight(microbatch)
@@ -125,7 +128,12 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def step(
-        self, executors: Sequence[Executor], placement: Sequence[int], routes: Routes
+        self,
+        executors: Sequence[Executor],
+        placement: Sequence[int],
+        routes: Routes,
+        *,
+        goes_on: bool = False,
     ) -> Iterator[None]:
         """Times what the executors run inside. What raises is forgotten.
 
@@ -133,6 +141,7 @@ class Stopwatch:
             executors: those of this process, by rank.
             placement: rank of every stage.
             routes: which stages send to which.
+            goes_on: this is the rest of a step of which they ran the forwards before.
         """
         marks: dict[int, list[Marks]] = {e.rank: [] for e in executors}
         untimed = [executor.engines for executor in executors]
@@ -143,12 +152,7 @@ class Stopwatch:
         finally:
             for executor, engines in zip(executors, untimed, strict=True):
                 executor.use_engines(engines)
-        seconds = self._clock.seconds
-        spans = {
-            rank: [Span(seconds(start), seconds(end), action) for start, end, action in found]
-            for rank, found in marks.items()
-        }
-        self._steps.append(_Step(spans, tuple(e.program for e in executors), placement, routes))
+        self._keep(marks, _Step(tuple(executors), placement, routes), goes_on=goes_on)
 
     def timelines(self, collectives: Collectives, *, is_whole: bool) -> list[Timeline]:
         """The timeline of each step, from 0. Every process calls it.
@@ -165,6 +169,17 @@ class Stopwatch:
         steps_by_rank = collectives.gather({rank: [step.spans[rank] for step in self._steps]})
         return [_from_zero(ranks) for ranks in zip(*steps_by_rank, strict=True)]
 
+    def _keep(self, marks: Mapping[int, Sequence[Marks]], step: _Step, *, goes_on: bool) -> None:
+        begun = [s for s in self._steps if s.executors == step.executors] if goes_on else []
+        if begun:
+            step = begun[-1]
+        else:
+            self._steps.append(step)
+        seconds = self._clock.seconds
+        for rank, found in marks.items():
+            spans = [Span(seconds(start), seconds(end), action) for start, end, action in found]
+            step.spans.setdefault(rank, []).extend(spans)
+
     def _timed(
         self, executor: Executor, engines: Mapping[int, Engine], marks: list[Marks]
     ) -> dict[int, Engine]:
@@ -180,21 +195,22 @@ class Stopwatch:
 class _Step:
     """The spans of the ranks of this process, and what it takes to replay them."""
 
-    spans: Mapping[int, Sequence[Span]]
-    program: Program
+    executors: tuple[Executor, ...]
     placement: Sequence[int]
     routes: Routes
+    spans: dict[int, list[Span]] = dataclasses.field(default_factory=dict)
 
     def replay(self) -> Timeline:
         took = {action: end - start for rank in self.spans.values() for start, end, action in rank}
         replay = Replay(
-            self.program,
+            tuple(executor.program for executor in self.executors),
             placement=self.placement,
             routes=self.routes,
-            duration=lambda action: took[action],
+            duration=lambda action: took.get(action, 0.0),
         )
         replay.run()
-        return Timeline(tuple(tuple(rank) for rank in replay.spans))
+        # a step whose forwards alone ran inside has no other spans
+        return Timeline(tuple(tuple(s for s in rank if s.action in took) for rank in replay.spans))
 
 
 def _from_zero(ranks: Sequence[Sequence[Span]]) -> Timeline:

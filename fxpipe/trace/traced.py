@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
+import torch
 from torch import fx
 
+from fxpipe.ir.annotations import value_of
 from fxpipe.trace.inputs import InputSpec
 from fxpipe.tree import TreeSpec
 
@@ -31,3 +34,15 @@ class Traced:
     output: TreeSpec
     front_end: str
     branches: tuple[str, ...] = ()
+
+    @property
+    def needs_gradient(self) -> tuple[bool, ...]:
+        """For each leaf of the output, whether it has a gradient in the plain model."""
+        (output,) = self.module.graph.find_nodes(op="output")
+        leaves = cast(tuple[object, ...], output.args[0])
+        return tuple(isinstance(leaf, fx.Node) and _has_gradient(leaf) for leaf in leaves)
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.requires_grad
