@@ -4,10 +4,10 @@ Terms:
     leaf: whatever is not a container known here: tensors, numbers, None, strings, objects.
     step: how a child is reached from its container, `Item` or `Field`.
 
-Containers are list, tuple, named tuples, ``torch.return_types``, mappings that can be built from a
-dict, dataclasses, and every class registered with torch's pytree. Unlike torch's pytree, dataclasses
-need no registration, a mapping keeps its class and the order of its keys, and structures compare and
-hash whatever their keys are.
+Containers are list, tuple, named tuples, ``torch.return_types``, mappings that can be built from
+a dict, dataclasses, and every class registered with torch's pytree. Unlike torch's pytree,
+dataclasses need no registration, a mapping keeps its class and the order of its keys, and
+structures compare and hash whatever their keys are.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TreeSpec:
         self.type = type_
         self.steps = steps
         self.children = children
-        self.num_leaves = sum(c.num_leaves for c in children) if type_ is not None else 1
+        self.num_leaves: int = sum(c.num_leaves for c in children) if type_ is not None else 1
         self._frozen = frozen
         self._rebuild = rebuild
         self._hash: int | None = None
@@ -293,7 +293,8 @@ def _frozen(context: Any) -> Hashable:
         hash(context)
     except TypeError:
         return (type(context), repr(context))
-    return context
+    hashable: Hashable = context
+    return hashable
 
 
 def _written(step: Step) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 
-from fxpipe import ops
-from fxpipe.ir.annotations import require_stage, value_of
+from fxpipe import compat, ops
+from fxpipe.ir.annotations import mutates_of, require_stage, value_of
 from fxpipe.ir.values import has_tensor, tensors_in
 
 
@@ -49,17 +50,35 @@ def needs_gradient(node: fx.Node) -> bool:
 def feeds_output(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes from which a differentiable path leads to an output of the model.
 
-    A node that writes in place counts as one: what it wrote may be read through another name.
+    A path also leads from what is written into a tensor to what reads that memory later.
     """
+    position = {n: i for i, n in enumerate(gm.graph.nodes)}
+    writes = _writes(gm)
     found: set[fx.Node] = set()
-    waiting = [n for n in gm.graph.nodes if n.op == "output" or n.is_impure()]
+    waiting = [n for n in gm.graph.nodes if n.op == "output"]
     while waiting:
         node = waiting.pop()
         if node in found:
             continue
         found.add(node)
-        waiting += [n for n in node.all_input_nodes if needs_gradient(n) or n.op == "get_attr"]
+        for read in node.all_input_nodes:
+            if needs_gradient(read) or read.op == "get_attr":
+                waiting.append(read)
+            for tensor in tensors_in(value_of(read)):
+                earlier = writes.get(compat.storage_id(tensor), ())
+                waiting += [w for w in earlier if position[w] < position[node]]
     return found
+
+
+def _writes(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
+    """The nodes that write in place, by the memory they write."""
+    by_name = {n.name: n for n in gm.graph.nodes}
+    writes: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        for name in mutates_of(node):
+            for tensor in tensors_in(value_of(by_name[name])):
+                writes[compat.storage_id(tensor)].append(node)
+    return writes
 
 
 def attribute(root: nn.Module, target: str) -> object:

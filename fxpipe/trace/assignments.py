@@ -42,6 +42,7 @@ class Assignments:
     def __init__(self, tracer: ValueTracer) -> None:
         self._tracer = tracer
         self.values: dict[str, ValueProxy] = {}
+        self._places: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {}
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -59,7 +60,7 @@ class Assignments:
             else:
                 original(module, name, value)
 
-        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
@@ -78,6 +79,7 @@ class Assignments:
             )
         proxy = value if isinstance(value, ValueProxy) else self._tracer.attribute(value)
         self.values[name] = proxy
+        self._places[name] = self._tracer.place()
 
     def write_back(self) -> None:
         """Adds the copies at the end of the graph."""
@@ -90,7 +92,10 @@ class Assignments:
         for name in values:
             _let_readers_clone(read(name).node)
         for name, value in values.items():
-            record("call_method", "copy_", (read(name), value), {})
+            copy = record("call_method", "copy_", (read(name), value), {})
+            for node in (value.node, copy.node):
+                set_source(node, self._places[name][0])
+                set_module_path(node, self._places[name][1])
 
 
 def _let_readers_clone(read: fx.Node) -> None:

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.compat import storage_id
+from fxpipe.compat import DispatchMode, storage_id
 
 
-class Effects(TorchDispatchMode):
+class Effects(DispatchMode):  # type: ignore[no-untyped-call]
     """Notes what the operators that run inside it write, and whether one draws random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.clear()
 
     def clear(self) -> None:

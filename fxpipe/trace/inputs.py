@@ -2,7 +2,7 @@
 
 Terms:
     bound arguments: forward's parameters with what was passed or their defaults.
-    placeholder: one tensor leaf of the bound arguments. Every other leaf is a constant of the trace.
+    placeholder: one tensor leaf of the bound arguments. Other leaves are constants of the trace.
     key: hashable; two batches with equal keys can run through the same graph.
 """
 
@@ -69,9 +69,9 @@ class InputBinder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bound arguments passed as `args` and `kwargs` passed theirs.
 
-        A decorated forward may tell a keyword from a position, and an omitted argument from a default.
+        A decorated forward may tell a keyword from a position, or an omitted one from a default.
         """
-        bound = inspect.BoundArguments(self.signature, dict(arguments))  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self.signature, dict(arguments))
         extra = arguments[self._extra] if self._extra else {}
         keywords = {name: extra[name] if name in extra else arguments[name] for name in kwargs}
         return bound.args[: len(args)], keywords
@@ -181,7 +181,7 @@ def _described(leaf: Any) -> str:
 
 
 def without_data(bound: BoundInputs) -> BoundInputs:
-    """The same batch with its tensors on the meta device: a spec outlives the batch it was made of."""
+    """The same batch with its tensors on the meta device: a spec outlives its batch."""
     leaves = [_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in bound.leaves]
     return bound._replace(leaves=leaves, tensors=[x for x in leaves if isinstance(x, Tensor)])
 

@@ -62,10 +62,13 @@ class ValueProxy(fx.Proxy):
         Raises:
             UntraceableError: it is a tensor's, which only a run knows.
         """
-        if isinstance(self.value, Tensor):
-            raise UntraceableError(f"{what} the value of a tensor")
+        value = self.value
+        if isinstance(value, Tensor):
+            value = self.tracer.known(self)
+            if value is None:
+                raise UntraceableError(f"{what} the value of a tensor")
         self.tracer.note_branch()
-        return self.value
+        return value
 
     def __bool__(self) -> bool:
         return bool(self.concrete("branches on"))
@@ -97,7 +100,10 @@ class ValueProxy(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.value, Tensor):
             self.tracer.note_branch()
-        return iter([self[i] for i in range(len(self.value))])
+        items = range(len(self.value))
+        return iter(
+            [self.tracer.record("call_function", operator.getitem, (self, i), {}) for i in items]
+        )
 
     def __contains__(self, item: object) -> bool:
         return item in self.concrete("looks into")
@@ -132,7 +138,8 @@ class AttributeProxy(ValueProxy):
         if self.held is None:
             made = self.tracer.record("call_function", getattr, (self.root, self.attr), {})
             vars(self)["held"] = made.node
-        return self.held
+        held: fx.Node = self.held
+        return held
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tracer.record("call_method", self.attr, (self.root, *args), kwargs)
@@ -167,7 +174,7 @@ for _name in [
 
 
 def map_values(function: Callable[[Any], Any], value: Any) -> Any:
-    """A call's arguments with `function` applied to every leaf, inside containers and slices too."""
+    """A call's arguments with `function` applied to every leaf, in containers and slices too."""
     if isinstance(value, slice):
         parts = (value.start, value.stop, value.step)
         return slice(*(map_values(function, part) for part in parts))

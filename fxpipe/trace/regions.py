@@ -1,8 +1,9 @@
 """Keeps the regions of the user's code in the graph while it is traced.
 
-An autocast block becomes a node that opens it and one that closes it; what switches gradients off and
-on becomes a node; a custom ``autograd.Function`` becomes one node, since fx would record its forward
-and lose its backward; the nodes of an activation checkpoint are marked with its number.
+An autocast block becomes a node that opens it and one that closes it; what switches gradients off
+and on becomes a node; a custom ``autograd.Function`` becomes one node, since fx would record its
+forward and lose its backward; the nodes of an activation checkpoint are marked with its number.
+Regions that no node stands for are refused.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.attention
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.compat import (
+    ATTENTION_KERNELS,
     CHECKPOINT_GENERATORS,
     autocast_arguments,
+    bound_apply,
     enter_autocast,
     exit_autocast,
 )
@@ -36,7 +40,7 @@ def regions_recorded(tracer: ValueTracer) -> Iterator[None]:
         _autocast_recorded(tracer),
         _functions_recorded(tracer),
         _checkpoints_marked(tracer),
-        _inference_mode_refused(tracer),
+        _others_refused(tracer),
     ):
         yield
 
@@ -61,7 +65,7 @@ def _autocast_recorded(tracer: ValueTracer) -> Iterator[None]:
         if not tracer.busy:
             node = tracer.record_region(enter_autocast, autocast_arguments(self))
             opened.setdefault(id(self), []).append(node)
-        return enter(self)
+        return enter(self)  # type: ignore[no-untyped-call]
 
     @functools.wraps(leave)
     def record_exit(self: torch.autocast, *error: Any) -> Any:
@@ -80,16 +84,15 @@ def _autocast_recorded(tracer: ValueTracer) -> Iterator[None]:
 def _functions_recorded(tracer: ValueTracer) -> Iterator[None]:
     original = vars(torch.autograd.Function)["apply"]
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # a bound method of the user's class: it compares equal to cls.apply, pickles and imports
-        function = original.__get__(None, cls)
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if tracer.busy or not proxies_in((args, kwargs)):
-            return function(*args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
             run, _, *inputs = args
             with tracer.checkpoint_region():
                 return run(*inputs)
-        return tracer.record("call_function", function, args, kwargs, name=_snake(cls.__name__))
+        name = _snake(cls.__name__)
+        return tracer.record("call_function", bound_apply(cls), args, kwargs, name=name)
 
     with _replaced(torch.autograd.Function, "apply", classmethod(apply)):
         yield
@@ -122,19 +125,32 @@ def _outside_leaves(
     return choose
 
 
+_NO_SEED = "leave seeds to the training script"
+_REFUSED: tuple[tuple[Any, str, str, str], ...] = (
+    (torch.inference_mode, "__enter__", "opens torch.inference_mode", "use torch.no_grad instead"),
+    (torch, "manual_seed", "seeds the random numbers", _NO_SEED),
+    (torch, "set_rng_state", "sets the state of the random numbers", _NO_SEED),
+    (torch.random, "fork_rng", "forks the state of the random numbers", _NO_SEED),
+    (torch.nn.attention, ATTENTION_KERNELS, "chooses attention kernels", "do so around the step"),
+)
+
+
 @contextlib.contextmanager
-def _inference_mode_refused(tracer: ValueTracer) -> Iterator[None]:
-    enter = torch.inference_mode.__enter__
-
-    def refuse(self: torch.inference_mode) -> None:
-        if not tracer.busy and self.mode:
-            raise UntraceableError(
-                "opens torch.inference_mode in its forward", "use torch.no_grad instead"
-            )
-        enter(self)
-
-    with _replaced(torch.inference_mode, "__enter__", refuse):
+def _others_refused(tracer: ValueTracer) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, name, problem, hint in _REFUSED:
+            original = getattr(owner, name)
+            refuse = _refusal(UntraceableError(f"{problem} in its forward", hint))
+            chosen = _outside_leaves(tracer, original, refuse)
+            stack.enter_context(_replaced(owner, name, chosen))
         yield
+
+
+def _refusal(error: UntraceableError) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return refuse
 
 
 class Regions:

@@ -16,11 +16,16 @@ _NOT_THE_USERS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     "<",  # code made at run time: <string>, <eval_with_key>
 )
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether code is outside torch and fxpipe. torchvision and the like count as the user's."""
-    return not code.co_filename.startswith(_NOT_THE_USERS)
+    """Whether code is outside torch, fxpipe and Python. torchvision and the like are the user's."""
+    path = code.co_filename
+    if path.startswith(_STANDARD_LIBRARY) and not any(name in path for name in _INSTALLED):
+        return False
+    return not path.startswith(_NOT_THE_USERS)
 
 
 def current_line(stop: CodeType) -> str:

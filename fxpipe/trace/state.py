@@ -75,7 +75,7 @@ class FakeState:
         return fake.requires_grad_(real.requires_grad)
 
     def input_fake(self, tensor: Tensor) -> Tensor:
-        """The fake of an input: a leaf of autograd, on the tensor's own device unless that is meta."""
+        """The fake of an input: a leaf of autograd, on the input's own device unless it is meta."""
         device = self._device if tensor.is_meta else tensor.device
         return self._empty_like(tensor, device).requires_grad_(tensor.requires_grad)
 
@@ -120,7 +120,8 @@ class FakeState:
         """Gives every module what it had. Returns the attributes that the code had changed."""
         changes = list(self._changes())
         for _, module, saved in self._saved:
-            for now, then in zip((vars(module), *state_of(module)), saved, strict=True):
+            owned: tuple[dict[str, Any], ...] = (vars(module), *state_of(module))
+            for now, then in zip(owned, saved, strict=True):
                 now.clear()
                 now.update(then)
         for _, held, then in self._contents:
@@ -133,11 +134,15 @@ class FakeState:
             for key, value in vars(module).items():
                 if key not in attributes or attributes[key] is not value:
                     yield Change(prefix, key, value)
+            for tensors in state_of(module):  # what register_buffer put there
+                for key, value in tensors.items():
+                    if value is not None and id(value) not in self._names:
+                        yield Change(prefix, key, value)
         for name, held, then in self._contents:
             if type(held) is list and not _same_items(held, then):
-                yield Change("", name.removeprefix("."), held)
+                yield Change("", name.removeprefix("."), held.copy())
             if type(held) is dict and not _same_items(list(held.values()), list(then.values())):
-                yield Change("", name.removeprefix("."), held)
+                yield Change("", name.removeprefix("."), held.copy())
 
 
 def _same_items(one: list[Any], other: list[Any]) -> bool:

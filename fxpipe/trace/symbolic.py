@@ -46,7 +46,7 @@ def trace_symbolically(
 
 
 def _device_for(model: nn.Module, bound: BoundInputs) -> torch.device:
-    """The device the graph will run on, as far as can be told: that of the inputs, then the model's."""
+    """The device the graph will run on, as far as can be told: the inputs', then the model's."""
     for tensor in (*bound.tensors, *model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             return tensor.device
@@ -84,9 +84,12 @@ def _explained(tracer: ValueTracer, error: Exception) -> TraceError:
     fqn = next((name for name, m in tracer.model.named_modules() if m is module), "")
     subject = f"{type(module).__name__} ({fqn})" if fqn else type(module).__name__
     way_out = f"keep the module as one node with leaf_modules=[{fqn!r}], or " if fqn else ""
-    hint = f"{way_out}rewrite the line, for a branch with torch.where"
     if isinstance(error, UntraceableError):
-        return TraceError(f"{subject} {error.problem}", at=place.line, hint=error.hint or hint)
+        branches = error.problem.startswith("branches")
+        rewrite = "rewrite the branch with torch.where" if branches else "rewrite the line"
+        hint = error.hint or way_out + rewrite
+        return TraceError(f"{subject} {error.problem}", at=place.line, hint=hint)
+    hint = f"{way_out}rewrite the line"
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return TraceError(f"{subject} failed while it was traced: {reason}", at=place.line, hint=hint)
 
@@ -94,17 +97,27 @@ def _explained(tracer: ValueTracer, error: Exception) -> TraceError:
 def _graph_module(
     model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]
 ) -> fx.GraphModule:
-    """A module for the graph that shares what the graph names with the model, in the model's order."""
-    root = nn.Module()
+    """A module for the graph; shares what the graph names with the model, in the model's order."""
     modules = {str(n.target) for n in graph.nodes if n.op == "call_module"}
     tensors = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
-    gm = fx.GraphModule(root, fx.Graph(), class_name=type(model).__name__)
-    _share(model, gm, "", modules, tensors)
+    gm = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(model).__name__)
+    _share(model, gm, "", modules, tensors | _first_names(model, modules))
     for name in tensors & set(constants):
         gm.register_buffer(name, constants[name], persistent=False)
     gm.training = model.training
     gm.graph = graph
     return gm
+
+
+def _first_names(model: nn.Module, modules: Collection[str]) -> set[str]:
+    """Names, in the model, of what the called modules hold; a tied tensor keeps its first name."""
+    held = {
+        id(tensor)
+        for module in map(model.get_submodule, modules)
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name for name, tensor in named if id(tensor) in held}
 
 
 def _share(

@@ -1,8 +1,8 @@
-"""An fx tracer whose proxies carry fake values, so that branches on shapes and configuration resolve.
+"""An fx tracer whose proxies carry fake values, so that Python may look at shapes and dtypes.
 
 Plain ``symbolic_trace`` takes almost none of Hugging Face's models: their forwards unpack shapes,
-compare dtypes and loop over sizes, which needs values behind the proxies. Sizes stay nodes where the
-code only computes with them, so the graph is right at other sizes too.
+compare dtypes and loop over sizes, which needs values behind the proxies. Sizes stay nodes where
+the code only computes with them, so the graph is right at other sizes too.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from fxpipe import compat
 from fxpipe.ir import annotations as notes
 from fxpipe.trace.assignments import Assignments
 from fxpipe.trace.evaluate import Evaluator, Outcome
+from fxpipe.trace.fold import Folder, Unknown
 from fxpipe.trace.inputs import BoundInputs, InputBinder, Placeholder, paths_of, placeholder_names
+from fxpipe.trace.nodes import annotate_effects, erase_unread, holds, snapshot, tensors_of
 from fxpipe.trace.proxies import UntraceableError, ValueProxy, map_values, proxies_in
 from fxpipe.trace.regions import Regions, regions_recorded
 from fxpipe.trace.source import current_line
 from fxpipe.trace.state import FakeState
 from fxpipe.trace.torch_calls import (
-    FACTORIES,
+    CONSTANTS,
     TorchCalls,
     factories_take_proxies,
     recorded,
-    type_checks_see_values,
+    worth_a_node,
 )
+from fxpipe.trace.type_checks import type_checks_see_values
 from fxpipe.tree import Field, TreeSpec, flatten, open_container
 
 # torch.nn classes that are containers of layers: to keep one whole would leave nothing to cut
@@ -40,20 +43,6 @@ _NUMBERS = (int, float, complex, torch.Size)
 
 # part of the number of dimensions and the dtype, for which a graph is made anyhow
 _FIXED = frozenset({"ndim", "dim", "ndimension", "itemsize", "element_size"})
-
-_CONSTANTS = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
 
 
 class ValueTracer(fx.Tracer):
@@ -83,8 +72,7 @@ class ValueTracer(fx.Tracer):
         self._attributes: dict[str, ValueProxy] = {}
         self._assignments = Assignments(self)
         self._regions = Regions()
-
-    # -- the whole trace
+        self._folder = Folder()
 
     def capture(
         self,
@@ -105,7 +93,7 @@ class ValueTracer(fx.Tracer):
             TorchCalls(self),
         ):
             graph = self.trace(self.model)
-        self._prune(graph)
+        erase_unread(graph, self.unpacked)
         compat.forget_tracer(graph)
         return graph
 
@@ -143,7 +131,7 @@ class ValueTracer(fx.Tracer):
         return values
 
     def _output_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, (*_CONSTANTS, Tensor, ValueProxy, torch.Size)):
+        if isinstance(leaf, (*CONSTANTS, Tensor, ValueProxy, torch.Size)):
             return leaf
         name = type(leaf).__name__
         cache = "pass use_cache=False, or " if name.endswith("Cache") else ""
@@ -151,21 +139,6 @@ class ValueTracer(fx.Tracer):
             f"returns a {name}, which is neither a tensor, a constant nor a known container",
             f"{cache}return tensors in lists, dicts, tuples or dataclasses",
         )
-
-    def _prune(self, graph: fx.Graph) -> None:
-        """Erases reads and unpacked items that nobody uses, and sizes computed for a branch."""
-        for node in reversed(list(graph.nodes)):
-            if node.users or node.op in ("placeholder", "output", "call_module"):
-                continue
-            value = notes.value_of(node)
-            without_effect = not (
-                notes.mutates_of(node) or notes.updates_buffers(node) or notes.is_random(node)
-            )
-            only_numbers = value is not None and not _holds(value, Tensor)
-            if node.op == "get_attr" or node in self.unpacked or (only_numbers and without_effect):
-                graph.erase_node(node)
-
-    # -- what fx calls
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if not module_qualified_name:
@@ -201,16 +174,17 @@ class ValueTracer(fx.Tracer):
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any
-    ) -> fx.Node:  # type: ignore[override]
+    ) -> fx.Node:
         node = super().create_node(kind, target, args, kwargs, *rest, **named)
         node.meta.pop("nn_module_stack", None)
-        notes.set_source(node, current_line(ValueTracer.run_model.__code__))
-        path = tuple((fqn, cls.__name__) for fqn, cls in self.module_stack.values())
+        if kind == "output":
+            notes.set_value(node, map_values(_value_of_argument, args[0]))
+            return node
+        source, path = self.place()
+        notes.set_source(node, source)
         notes.set_module_path(node, path)
         if (region := self._regions.current) is not None:
             notes.set_checkpoint_region(node, region)
-        if kind == "output":
-            notes.set_value(node, map_values(_value_of_argument, args[0]))
         return node
 
     def create_arg(self, a: Any) -> Any:
@@ -222,8 +196,6 @@ class ValueTracer(fx.Tracer):
         if isinstance(made, fx.Node) and notes.value_of(made) is None:
             notes.set_value(made, map_values(self._fake_of, a))  # a dataclass or a named tuple
         return made
-
-    # -- recording
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -238,9 +210,24 @@ class ValueTracer(fx.Tracer):
         """Marks the nodes made inside as one activation checkpoint region."""
         return self._regions.opened()
 
+    def place(self) -> tuple[str, tuple[tuple[str, str], ...]]:
+        """The user's line that runs, and the modules it runs in, outermost first."""
+        path = tuple((fqn, cls.__name__) for fqn, cls in self.module_stack.values())
+        return current_line(ValueTracer.run_model.__code__), path
+
     def note_branch(self) -> None:
         """Notes the user's line: it went the way that the sizes of the example say."""
-        self.branches[current_line(ValueTracer.run_model.__code__)] = None
+        self.branches[self.place()[0]] = None
+
+    def known(self, proxy: ValueProxy) -> Any:
+        """What the proxy stands for if sizes alone decide it, else None."""
+        if not isinstance(proxy.value, Tensor):
+            return proxy.value
+        try:
+            with self.quiet():
+                return self._folder.value(proxy.node)
+        except Unknown:
+            return None
 
     def record_region(self, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
         """A node that opens or closes a region; it has no value."""
@@ -253,22 +240,12 @@ class ValueTracer(fx.Tracer):
         if func is compat.set_grad_enabled:
             self.record_region(func, args)
             return func(*args)
-        if not proxies_in((args, kwargs)) and not self._worth_a_node(func, args, kwargs):
+        if not proxies_in((args, kwargs)) and not worth_a_node(func, args, kwargs, self.state):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if torch.overrides.is_tensor_method_or_property(func):
             return self.record("call_method", name, args, kwargs)
         return self.record("call_function", func, args, kwargs, name=_node_name(name))
-
-    def _worth_a_node(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-        leaves = flatten((args, kwargs))[0]
-        if func in FACTORIES:
-            if kwargs.get("generator") is not None:
-                raise UntraceableError("draws random numbers from a generator of its own")
-            return all(isinstance(leaf, (*_CONSTANTS, torch.Size)) for leaf in leaves)
-        if getattr(func, "__name__", "") in _ASKS_PYTHON:
-            return False
-        return any(isinstance(x, Tensor) and self.state.name_of(x) is not None for x in leaves)
 
     def record(
         self,
@@ -283,25 +260,28 @@ class ValueTracer(fx.Tracer):
         That is a proxy, or a container of proxies, or the plain value where no node is needed.
         """
         found = proxies_in((args, kwargs))
-        outcome = self._run(kind, target, args, kwargs, found)
-        if outcome.pure and not self._needs_node(target, outcome.value, found):
+        named = self._named_tensors(found, (args, kwargs))
+        if target in ("item", "tolist") and (known := self.known(args[0])) is not None:
+            self.note_branch()
+            return getattr(known, target)()
+        outcome = self._run(kind, target, args, kwargs, named)
+        attribute = args[1] if target is getattr else target
+        if outcome.pure and not self._needs_node(attribute, outcome.value, found):
             return outcome.value
         node = self.create_node(
             kind, target, self.create_arg(args), self.create_arg(kwargs), name=name
         )
         self._annotate_value(node, outcome.value)
-        self._annotate_effects(node, outcome, found)
+        annotate_effects(node, outcome, named)
         if outcome.value is None:
             return None
         return self._spread(ValueProxy(node, self, outcome.value))
 
     def _run(
-        self, kind: str, target: Any, args: Any, kwargs: Any, found: Sequence[ValueProxy]
+        self, kind: str, target: Any, args: Any, kwargs: Any, named: list[tuple[str, Tensor]]
     ) -> Outcome:
-        values = map_values(self._fake_of, tuple(args)), map_values(self._fake_of, dict(kwargs))
-        fake_args, fake_kwargs = values
-        named = [(p.node.name, t) for p in found for t in _tensors(p.value)]
-        named += [(n, t) for n, t in self._read_directly((args, kwargs))]
+        fake_args = map_values(self._fake_of, tuple(args))
+        fake_kwargs = map_values(self._fake_of, dict(kwargs))
         with self.quiet():
             if kind == "call_method":
                 method = getattr(fake_args[0], target)
@@ -314,43 +294,28 @@ class ValueTracer(fx.Tracer):
                     raise
                 return Outcome(None, (), False, False)  # checked when the graph runs
 
-    def _read_directly(self, arguments: Any) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the model that stand among the arguments themselves, not as proxies."""
-        for leaf in flatten(arguments)[0]:
-            if isinstance(leaf, Tensor):
-                proxy = self.attribute(leaf)
-                yield proxy.node.name, proxy.value
+    def _named_tensors(
+        self, found: Sequence[ValueProxy], arguments: Any
+    ) -> list[tuple[str, Tensor]]:
+        """Node name and fake of each tensor that a call is given, also of the model's own."""
+        own = [self.attribute(x) for x in flatten(arguments)[0] if isinstance(x, Tensor)]
+        return [(p.node.name, t) for p in (*found, *own) for t in tensors_of(p.value)]
 
     def _needs_node(self, target: Any, value: Any, found: Sequence[ValueProxy]) -> bool:
         if value is None:
-            return target is not getattr
-        if _holds(value, Tensor):
+            return target not in ("grad", "grad_fn")
+        if holds(value, Tensor):
             return True
         sizes = any(not isinstance(proxy.value, Tensor) for proxy in found)
-        if _holds(value, bool) and sizes:
+        if holds(value, bool) and sizes:
             self.note_branch()
         fixed = target in _FIXED or all(proxy.node.op == "get_attr" for proxy in found)
-        return _holds(value, _NUMBERS) and not fixed
+        return holds(value, _NUMBERS) and not fixed
 
     def _annotate_value(self, node: fx.Node, value: Any) -> None:
         # detached: as it is now, and without the history of the whole model behind it
         with self.quiet(), self._mode:
-            notes.set_value(node, map_values(_snapshot, value))
-
-    def _annotate_effects(
-        self, node: fx.Node, outcome: Outcome, found: Sequence[ValueProxy]
-    ) -> None:
-        if outcome.mutates:
-            notes.set_mutates(node, outcome.mutates)
-        if outcome.writes_state:
-            notes.set_updates_buffers(node, True)
-        if outcome.random:
-            notes.set_random(node, True)
-        if isinstance(outcome.value, Tensor):
-            for proxy in found:
-                if proxy.value is outcome.value:
-                    notes.set_result_is(node, proxy.node.name)
-                    return
+            notes.set_value(node, map_values(snapshot, value))
 
     def _spread(self, proxy: ValueProxy) -> Any:
         """A container's proxy as a real container of proxies; others as they are."""
@@ -361,7 +326,7 @@ class ValueTracer(fx.Tracer):
             return proxy
         children = []
         for step, child in zip(opened.steps, opened.children, strict=True):
-            if not _holds(child, (Tensor, *_NUMBERS)):
+            if not holds(child, (Tensor, *_NUMBERS)):
                 children.append(child)
                 continue
             access = getattr if isinstance(step, Field) else operator.getitem
@@ -370,8 +335,6 @@ class ValueTracer(fx.Tracer):
             self.unpacked.add(node)
             children.append(self._spread(ValueProxy(node, self, child)))
         return opened.rebuild(children)
-
-    # -- the model's tensors
 
     def attribute(self, tensor: Tensor) -> ValueProxy:
         """The proxy of a tensor of the model, or of a constant that its code made."""
@@ -402,54 +365,8 @@ class ValueTracer(fx.Tracer):
         return self.attribute(leaf).value if isinstance(leaf, Tensor) else leaf
 
 
-# methods whose result is Python's, which of a constant is known
-_ASKS_PYTHON = frozenset(
-    [
-        "__get__",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__len__",
-        "__repr__",
-        "__format__",
-        "__hash__",
-        "__iter__",
-        "item",
-        "tolist",
-        "numpy",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "is_floating_point",
-        "is_complex",
-    ]
-)
-
-
 def _node_name(function_name: str) -> str | None:
     return function_name.strip("_") or None
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
-
-
-def _holds(value: Any, classes: Any) -> bool:
-    """Whether a leaf of the value is of these classes; a truth value is no number here."""
-    leaves = flatten(value)[0]
-    if classes is bool:
-        return any(isinstance(leaf, bool) for leaf in leaves)
-    return any(isinstance(leaf, classes) and not isinstance(leaf, bool) for leaf in leaves)
-
-
-def _snapshot(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
 def _value_of_argument(leaf: Any) -> Any:
