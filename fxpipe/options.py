@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from fxpipe.errors import OptionError
 
@@ -14,6 +17,12 @@ TRANSPORTS = ("auto", "local", "gloo", "nccl")
 REDUCTIONS = ("mean", "sum")
 OUTPUTS = ("last", "all")
 BALANCES = ("time", "parameters")
+
+Init: TypeAlias = Callable[[str, Tensor], Any]
+"""``init(name, tensor)`` fills a parameter or buffer in place."""
+
+WeightSource: TypeAlias = Mapping[str, Tensor] | str | Path
+"""A state dict, or the path of one: ``.safetensors``, its ``.index.json``, or what torch saved."""
 
 Loss = Callable[[Any, Any], Any]
 
@@ -41,6 +50,8 @@ class CompileOptions:
         activation_checkpoint: which activations are recomputed in backward.
         transport: how tensors travel. ``"auto"``: between processes under torchrun, else within
             this one.
+        weights: values of a model on the meta device: a state dict or its path.
+        init: ``init(name, tensor)`` fills, in place, what `weights` does not have.
         leaf_modules: modules kept whole by the trace, as FQNs or classes.
 
     Raises:
@@ -60,6 +71,8 @@ class CompileOptions:
     engine: str = "autograd"
     activation_checkpoint: str = "never"
     transport: str = "auto"
+    weights: WeightSource | None = None
+    init: Init | None = None
     leaf_modules: tuple[str | type, ...] = ()
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from fxpipe.runtime.driver import Driver, make_driver
 from fxpipe.runtime.scaler import GradScaler
 from fxpipe.runtime.state import ModelState
 from fxpipe.runtime.timing import Stopwatch
+from fxpipe.runtime.weights import Weights
 from fxpipe.schedule import Action, Timeline, make_schedule
 from fxpipe.session import Held, LossPlace, Session, StepResult, hold
 from fxpipe.trace.inputs import BoundInputs, InputBinder
@@ -58,7 +59,7 @@ class Pipeline:
         self.options = options
         self._model = model
         self._binder = InputBinder(model)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self._driver: Driver = make_driver(options.transport, options.ranks, mesh, device)
         self._placement = _placement(options)
         self._training = {name: module.training for name, module in model.named_modules()}
@@ -68,6 +69,7 @@ class Pipeline:
         self._first: Compiled | None = None
         self._first_training = True
         self._planned_microbatches = options.wanted_microbatches
+        self._weights = Weights(options.weights, options.init) if self._state.is_meta else None
         self._stopwatch: Stopwatch | None = None
         if example_inputs is not None:
             args, kwargs = example_inputs
@@ -449,7 +451,12 @@ class Pipeline:
                     compiled.batch_dims.rows(bound.tensors)
                 )
             held = hold(
-                compiled, self._placement, self._driver.ranks, self._state, self._driver.device
+                compiled,
+                self._placement,
+                self._driver.ranks,
+                self._state,
+                self._driver.device,
+                self._weights,
             )
             self._compiled[key] = (compiled, held)
         return self._compiled[key]

@@ -35,6 +35,7 @@ from fxpipe.runtime.state import ModelState
 from fxpipe.runtime.tied import TiedGradients, TiedParameter, find_tied
 from fxpipe.runtime.timing import Stopwatch
 from fxpipe.runtime.transport.nccl import Link
+from fxpipe.runtime.weights import Weights
 from fxpipe.schedule import Program, Routes, Schedule
 
 _AUTOCAST = ("cpu", "cuda")
@@ -79,11 +80,14 @@ def hold(
     ranks: Sequence[int],
     state: ModelState,
     device: torch.device,
+    weights: Weights | None,
 ) -> Held:
     """The stages of these ranks on their device, each with its own gradients."""
     stages = {s.index: s for s in compiled.stages if placement[s.index] in ranks}
     modules = {index: stage.module for index, stage in stages.items()}
-    state.move(modules.values(), device)
+    state.move(modules.values(), device, weights)
+    if placement[0] in ranks:
+        state.adopt(device, weights, compiled.owners)
     chained = {link.name for stage in compiled.stages for link in stage.tied}
     tied = find_tied(compiled.tied, modules, placement, state.parameters(), chained)
     return Held(stages, tied)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fxpipe import compat
 from fxpipe.errors import InputError
 from fxpipe.runtime.collectives import Collectives
+from fxpipe.runtime.weights import Weights
 
 
 class ModelState:
@@ -29,31 +30,63 @@ class ModelState:
         self._model = model
         first: dict[int, str] = {}
         self.canonical: dict[str, str] = {}
+        self._names: dict[str, list[str]] = defaultdict(list)
         for name, tensor in [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]:
             self.canonical[name] = first.setdefault(id(tensor), name)
-
+            self._names[self.canonical[name]].append(name)
         self._moved: dict[str, Tensor] = {}
 
-    def move(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+    @property
+    def is_meta(self) -> bool:
+        """Whether some of the model has no memory yet."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        return any(tensor.is_meta for tensor in tensors)
+
+    def move(
+        self, modules: Iterable[nn.Module], device: torch.device, weights: Weights | None
+    ) -> None:
         """Gives the stages of this process their own state on its device.
 
         Nothing moves where the model is on that device already: then stages and model share it.
+
+        Args:
+            modules: the stages.
+            device: where they compute.
+            weights: fills what is on the meta device.
+
+        Raises:
+            InputError: a tensor is on the meta device, and the weights do not have it.
         """
         for module in modules:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                first = self.canonical.get(name, name)
-                if tensor.device == device or tensor.is_meta:
+                if tensor.device == device:
                     continue
+                first = self.canonical.get(name, name)
                 if first not in self._moved:
-                    moved = tensor.detach().to(device)
-                    if isinstance(tensor, nn.Parameter):
-                        moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-                    self._moved[first] = moved
+                    self._moved[first] = self._copy(first, tensor, device, weights)
                 for holder in module.modules():
                     compat.replace_state(holder, tensor, self._moved[first])
+
+    def adopt(self, device: torch.device, weights: Weights | None, read: Container[str]) -> None:
+        """Gives memory to what no stage reads, so that it is saved with the rest."""
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            if tensor.is_meta and name not in read and name not in self._moved:
+                self._moved[name] = self._copy(name, tensor, device, weights)
+
+    def _copy(
+        self, first: str, tensor: Tensor, device: torch.device, weights: Weights | None
+    ) -> Tensor:
+        if tensor.is_meta:
+            made = torch.empty_like(tensor, device=device)
+            (weights or Weights(None, None)).fill(made, self._names[first])
+        else:
+            made = tensor.detach().to(device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made.detach(), requires_grad=tensor.requires_grad)
+        return made.detach()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By canonical name, in the order of the model."""
@@ -106,12 +139,15 @@ class ModelState:
                 at=f"missing: {missing[:8]}; unknown: {unknown[:8]}",
                 hint="pass strict=False to load what fits",
             )
-        part = OrderedDict((k, v) for k, v in state_dict.items() if k in wanted)
+        shared: OrderedDict[str, Any] = OrderedDict()
         with torch.no_grad():
-            self._model.load_state_dict(_with_metadata(part, state_dict), strict=False)
-            loaded = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
-            for name, tensor in self._moved.items():
-                tensor.copy_(loaded[name])
+            for key in wanted & set(state_dict):
+                own = self._moved.get(self.canonical.get(key, key))
+                if own is None:
+                    shared[key] = state_dict[key]
+                else:
+                    own.copy_(state_dict[key])
+            self._model.load_state_dict(_with_metadata(shared, state_dict), strict=False)
 
 
 def _with_metadata(
