@@ -34,6 +34,7 @@ def compile(
     mesh: DeviceMesh | None = None,
     weights: WeightSource | None = None,
     init: Init | None = None,
+    verify: bool | None = None,
     leaf_modules: Sequence[str | type] = (),
 ) -> Pipeline:
     """Cuts a model into stages that run as a pipeline.
@@ -70,6 +71,9 @@ def compile(
             stages alone.
         init: ``init(name, tensor)`` fills, in place, what `weights` does not have. Its random
             numbers depend on the seed and the name alone, so that every rank makes the same.
+        verify: run one microbatch of the batch it is compiled with through copies of the model and
+            of the stages, and refuse if outputs, gradients or buffers differ. None: if the model
+            has its values and at most 20 million of them.
         leaf_modules: modules that the trace keeps whole, as FQNs or classes.
 
     Returns:
@@ -94,6 +98,7 @@ def compile(
         transport=transport,
         weights=weights,
         init=init,
+        verify=verify,
         leaf_modules=tuple(leaf_modules),
     )
     inputs = None if example_inputs is None else (tuple(example_inputs[0]), dict(example_inputs[1]))

@@ -78,32 +78,42 @@ class Compiled:
     costs: tuple[NodeCost, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """One microbatch of a batch, as the model is called with it.
+
+    Args:
+        args: positional inputs.
+        kwargs: keyword inputs.
+        dims: along which dimension each input of the batch was cut.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dims: BatchDims
+
+
 def compile_model(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    example: Microbatch,
     options: CompileOptions,
     *,
     canonical: Mapping[str, str],
-    rows_wanted: int,
     training: bool,
     like: Compiled | None = None,
 ) -> Compiled:
-    """Traces the model on one microbatch of a batch and cuts the graph.
+    """Traces the model on one microbatch and cuts the graph.
 
     Args:
         model: in the mode that is wanted.
-        args: positional inputs of a batch.
-        kwargs: keyword inputs of a batch.
+        example: the microbatch.
         options: checked options.
         canonical: first name of the same tensor, for every name of a parameter or buffer.
-        rows_wanted: M, into which the batch is cut to get one microbatch.
         training: backward will run.
         like: an earlier result for the same model; stages keep the parameters they have there.
     """
     start = time.perf_counter()
-    piece_args, piece_kwargs, dims = _one_microbatch(model, args, kwargs, options, rows_wanted)
-    traced = trace(model, piece_args, piece_kwargs, leaf_modules=options.leaf_modules)
+    traced = trace(model, example.args, example.kwargs, leaf_modules=options.leaf_modules)
     set_canonical_names(traced.module, canonical)
     annotate_costs(traced.module)
     passes = default_passes(_placing_pass(options, like), training=training)
@@ -126,7 +136,7 @@ def compile_model(
         probe=ShapeProbe(
             traced.module, edge_names(graph), sizes, _tied_layouts(graph), training=training
         ),
-        batch_dims=dims,
+        batch_dims=example.dims,
         cuts=_cuts(graph),
         owners=owners,
         tied=dict(tied_parameters(graph)),
@@ -196,14 +206,15 @@ def modes(model: nn.Module, training: Mapping[str, bool]) -> Iterator[None]:
             module.training = mode
 
 
-def _one_microbatch(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    options: CompileOptions,
-    count: int,
-) -> tuple[tuple[Any, ...], dict[str, Any], BatchDims]:
-    """The first microbatch of a batch as arguments of forward, and how batches are cut."""
+def first_microbatch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: CompileOptions
+) -> Microbatch:
+    """The first microbatch of a batch.
+
+    Raises:
+        OptionError: ``batch_dims`` names no parameter of forward.
+        InputError: the batch does not bind to forward, or its inputs have not the same rows.
+    """
     binder = InputBinder(model)
     unknown = sorted(set(options.batch_dims) - set(binder.signature.parameters))
     if unknown:
@@ -219,12 +230,12 @@ def _one_microbatch(
         if isinstance(leaf, torch.Tensor)
     ]
     dims = batch_dims_of([n for _, n in inputs], [p for p, _ in inputs], options.batch_dims)
-    dims.rows(bound.tensors)
+    count = min(options.wanted_microbatches, dims.rows(bound.tensors))
     piece = dims.split(bound.tensors, count)[0]
     replaced = iter(piece)
     leaves = [next(replaced) if isinstance(v, torch.Tensor) else v for v in bound.leaves]
     arguments = bound.structure.unflatten(leaves)
-    return (*binder.call_form(arguments, args, kwargs), dims)
+    return Microbatch(*binder.call_form(arguments, args, kwargs), dims)
 
 
 def _placing_pass(options: CompileOptions, like: Compiled | None) -> Pass:

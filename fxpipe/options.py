@@ -52,6 +52,8 @@ class CompileOptions:
             this one.
         weights: values of a model on the meta device: a state dict or its path.
         init: ``init(name, tensor)`` fills, in place, what `weights` does not have.
+        verify: compare the stages with the plain model on the batch it is compiled with; None: if
+            the model is small.
         leaf_modules: modules kept whole by the trace, as FQNs or classes.
 
     Raises:
@@ -73,6 +75,7 @@ class CompileOptions:
     transport: str = "auto"
     weights: WeightSource | None = None
     init: Init | None = None
+    verify: bool | None = None
     leaf_modules: tuple[str | type, ...] = ()
 
     def __post_init__(self) -> None:

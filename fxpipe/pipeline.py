@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.compiler import Compiled, compile_model, modes
+from fxpipe.compiler import Compiled, Microbatch, compile_model, first_microbatch, modes
 from fxpipe.errors import FxpipeError, OptionError
 from fxpipe.log import warn_once
 from fxpipe.loop import with_gradients
@@ -25,6 +25,7 @@ from fxpipe.runtime.state import ModelState
 from fxpipe.runtime.timing import Stopwatch
 from fxpipe.runtime.weights import Weights
 from fxpipe.schedule import Action, Timeline, make_schedule
+from fxpipe.self_check import is_small, self_check
 from fxpipe.session import Held, LossPlace, Session, StepResult, hold
 from fxpipe.trace.inputs import BoundInputs, InputBinder
 
@@ -59,11 +60,17 @@ class Pipeline:
         self.options = options
         self._model = model
         self._binder = InputBinder(model)
+        self._state = ModelState(model)
+        if options.verify and self._state.is_meta:
+            raise OptionError(
+                "a model on the meta device cannot be verified: it has no values",
+                at="verify=True",
+                hint="verify a small model of the same kind",
+            )
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self._driver: Driver = make_driver(options.transport, options.ranks, mesh, device)
         self._placement = _placement(options)
         self._training = {name: module.training for name, module in model.named_modules()}
-        self._state = ModelState(model)
         self._compiled: dict[Hashable, tuple[Compiled, Held]] = {}
         self._sessions: dict[Hashable, Session] = {}
         self._first: Compiled | None = None
@@ -433,18 +440,7 @@ class Pipeline:
         frozen = tuple(p.requires_grad for p in self._model.parameters())
         key = (mode, frozen, bound.key)
         if key not in self._compiled:
-            rows_wanted = self._count_for_trace(bound)
-            with modes(self._model, self._training):
-                compiled = compile_model(
-                    self._model,
-                    args,
-                    kwargs,
-                    self.options,
-                    canonical=self._state.canonical,
-                    rows_wanted=rows_wanted,
-                    training=self.training,
-                    like=self._first,
-                )
+            compiled = self._compile_on(first_microbatch(self._model, args, kwargs, self.options))
             if self._first is None:
                 self._first, self._first_training = compiled, self.training
                 self._planned_microbatches = self._microbatches(
@@ -461,10 +457,27 @@ class Pipeline:
             self._compiled[key] = (compiled, held)
         return self._compiled[key]
 
-    def _count_for_trace(self, bound: BoundInputs) -> int:
-        """M for a batch whose batch dimensions are not known yet: pieces keep at least one row."""
-        rows = [t.shape[0] for t in bound.tensors if t.dim()]
-        return max(1, min([self.options.wanted_microbatches, *rows]))
+    def _compile_on(self, example: Microbatch) -> Compiled:
+        with modes(self._model, self._training):
+            compiled = compile_model(
+                self._model,
+                example,
+                self.options,
+                canonical=self._state.canonical,
+                training=self.training,
+                like=self._first,
+            )
+            wanted = self.options.verify
+            if is_small(self._model) if wanted is None else wanted:
+                self_check(
+                    self._model,
+                    compiled,
+                    example.args,
+                    example.kwargs,
+                    self._state.canonical,
+                    training=self.training,
+                )
+        return compiled
 
 
 def _placement(options: CompileOptions) -> tuple[int, ...]:

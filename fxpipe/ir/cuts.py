@@ -81,14 +81,28 @@ def _attribute_of(gm: fx.GraphModule, node: fx.Node) -> object:
 
 
 def _written_storages(gm: fx.GraphModule) -> set[int]:
-    """Memory that some node of the graph writes."""
+    """Memory that some node of the graph writes, of the state of the model too."""
     by_name = {n.name: n for n in gm.graph.nodes}
-    return {
+    written = {
         compat.storage_id(t)
         for node in gm.graph.nodes
         for name in mutates_of(node)
         for t in tensors_in(value_of(by_name[name]))
     }
+    inside = {id(attribute(gm, name)) for n in gm.graph.nodes for name in _written_inside(gm, n)}
+    return written | {
+        compat.storage_id(value_of(node))
+        for node in gm.graph.find_nodes(op="get_attr")
+        if id(attribute(gm, str(node.target))) in inside
+    }
+
+
+def _written_inside(gm: fx.GraphModule, node: fx.Node) -> set[str]:
+    """Names of the buffers that a module writes when the node calls it."""
+    if node.op != "call_module" or not updates_buffers(node):
+        return set()
+    buffers = {name for name, _ in gm.named_buffers(remove_duplicate=False)}
+    return buffers.intersection(state_names(gm, node))
 
 
 def placed_nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -145,6 +159,14 @@ def _written_views(nodes: list[fx.Node], at: dict[fx.Node, int]) -> Iterator[Bon
                 # One name alone may cross before the write: the receiving stage writes its own
                 # copy.
                 first = at[_second_to_cross(names, read) or write]
+                if any(n.op == "placeholder" for n in names):
+                    # Ranks in one process share the batch: none may write what another reads.
+                    first = min(
+                        at[u]
+                        for n in names
+                        for u in n.users
+                        if has_tensor(value_of(u)) or u is write
+                    )
                 if first == at[write] and result_is_of(write) == name and len(read) < 2:
                     continue
                 yield Bond(first, last, f"%{write} writes a tensor that has other names")
@@ -201,7 +223,7 @@ def _written_state(
                     written.add(key)
             else:
                 users[key].add(at[node])
-                if updates_buffers(node) and name in dict(gm.named_buffers(remove_duplicate=False)):
+                if name in _written_inside(gm, node):
                     written.add(key)
     for key in written:
         yield Bond(min(users[key]), max(users[key]), f"buffer {names[key]} is written")
