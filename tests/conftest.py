@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 
 # one thread: results do not depend on the machine, and forked ranks do not fight over cores
 torch.set_num_threads(1)
+
+# laws run without a time limit an example: a busy machine is no counterexample
+settings.register_profile("laws", deadline=None)
+settings.load_profile("laws")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
