@@ -108,12 +108,20 @@ def registered_container(cls: type) -> Container | None:
     return Container(node.flatten_fn, node.unflatten_fn)
 
 
+class _QuietFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    # Where there is no device but the CPU, torch puts a stand-in for CUDA into the process as the
+    # mode is entered. The next backward then starts a thread for each of its devices, and from
+    # there on no forked process can run backward.
+    avoid_device_init = False
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode under which operators compute shapes and no data; plain tensors are taken as fakes.
 
-    ``torch._subclasses.FakeTensorMode``, checked on 2.14.1. There is no public way to make one.
+    ``torch._subclasses.FakeTensorMode`` and its ``avoid_device_init``, checked on 2.14.1. There is
+    no public way to make one.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _QuietFakeMode(allow_non_fake_inputs=True)
 
 
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
@@ -203,22 +211,34 @@ class Group(Protocol):
     def shutdown(self) -> None: ...
 
 
-def gloo_group(store: Store, rank: int, size: int) -> Group:
+def gloo_device() -> object:
+    """What moves the data of the gloo groups made over it: one thread, and one network interface.
+
+    ``ProcessGroupGloo.create_device``, checked on 2.13.0 and 2.14.1. Left to itself, a group opens
+    one set of connections for each interface in GLOO_SOCKET_IFNAME, of which a failure closes one.
+    """
+    make = cast(Any, dist.ProcessGroupGloo)
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        return make.create_device(interface=interface, lazy_init=False)
+    return make.create_default_device(lazy_init=False)
+
+
+def gloo_group(store: Store, rank: int, size: int, device: object = None) -> Group:
     """A gloo group of its own, with one connection to each peer, all made now.
 
     ``ProcessGroupGloo._Options``, checked on 2.13.0 and 2.14.1. Without options the group follows
     TORCH_GLOO_LAZY_INIT, and the first transfer between two ranks then blocks until both have begun
-    one; and it opens one set of connections for each interface in GLOO_SOCKET_IFNAME, of which a
-    failure closes one.
+    one.
+
+    Args:
+        store: holds the addresses, and those of no other group.
+        rank: in the group.
+        size: of the group.
+        device: of `gloo_device`; None: one of its own.
     """
-    make = dist.ProcessGroupGloo
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    options = cast(Any, make)._Options()
-    options._devices = [
-        make.create_device(interface=interface, lazy_init=False)
-        if interface
-        else make.create_default_device(lazy_init=False)
-    ]
+    make = cast(Any, dist.ProcessGroupGloo)
+    options = make._Options()
+    options._devices = [gloo_device() if device is None else device]
     return cast(Group, make(store, rank, size, options))
 
 

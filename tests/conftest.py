@@ -15,6 +15,9 @@ GOLDEN = TESTS / "golden"
 # one thread: results do not depend on the machine, and forked ranks do not fight over cores
 torch.set_num_threads(1)
 
+# autograd starts its threads now: a forked rank could not
+torch.zeros((), requires_grad=True).backward()
+
 # laws run without a time limit an example: a busy machine is no counterexample
 settings.register_profile("laws", deadline=None)
 settings.load_profile("laws")

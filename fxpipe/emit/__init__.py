@@ -1,0 +1,1 @@
+"""Writes a pipeline down as scripts that run without the compiler."""
