@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.session import Resume
+from fxpipe.runtime.stepper import Resume
 
 
 def with_gradients(

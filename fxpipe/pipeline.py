@@ -22,11 +22,12 @@ from fxpipe.runtime.clip import clip_grad_norm
 from fxpipe.runtime.driver import Driver, make_driver
 from fxpipe.runtime.scaler import GradScaler
 from fxpipe.runtime.state import ModelState
+from fxpipe.runtime.stepper import LossPlace
 from fxpipe.runtime.timing import Stopwatch
 from fxpipe.runtime.weights import Weights
 from fxpipe.schedule import Action, Timeline, make_schedule
 from fxpipe.self_check import is_small, self_check
-from fxpipe.session import Held, LossPlace, Session, StepResult, hold
+from fxpipe.session import Held, Session, StepResult, hold
 from fxpipe.trace.inputs import BoundInputs, InputBinder
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ its actions, and ``SCRIPT``, a `Script`. Beside it lies a file with its modules.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from fxpipe.runtime.stage import (
     TensorLayout,
     TiedLink,
 )
-from fxpipe.runtime.stepper import Stepper, StepResult, links_of
+from fxpipe.runtime.stepper import LossPlace, Stepper, links_of
 from fxpipe.runtime.tied import TiedGradients, TiedParameter, find_tied
 from fxpipe.schedule import Action, Kind, Routes, verify
 
@@ -54,6 +55,20 @@ __all__ = [
     "TiedLink",
     "load",
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one step gives back.
+
+    Args:
+        loss: 0-dim, detached, on every rank; None where no loss is computed.
+        output: the leaves of the output of the whole batch, detached, by name, on the rank that
+            holds the last stage; None elsewhere.
+    """
+
+    loss: Tensor | None
+    output: dict[str, Any] | None
 
 
 class ScriptPipeline:
@@ -110,10 +125,9 @@ class ScriptPipeline:
             inputs=first.inputs,
             microbatches=first.microbatches,
             last_rank=first.placement[-1],
-            has_loss=first.has_loss,
+            loss=LossPlace.INSIDE if first.has_loss else LossPlace.NOWHERE,
             loss_reduction=first.loss_reduction,
             layout_of=first.layout_of,
-            outputs=first.outputs,
         )
 
     def step(self, *inputs: Tensor, target: Any = None) -> StepResult:
@@ -141,7 +155,9 @@ class ScriptPipeline:
                 f"the target is {form_of(target)}, and the loss was traced for {form}",
                 hint="emit again with a target like this one",
             )
-        return self._stepper.run(inputs, target)
+        loss, leaves = self._stepper.run(inputs, target)
+        names = self._script.outputs
+        return StepResult(loss, None if leaves is None else dict(zip(names, leaves, strict=True)))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of these ranks under their original names, a tied one under its first."""
