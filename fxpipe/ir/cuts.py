@@ -101,8 +101,8 @@ def _written_inside(gm: fx.GraphModule, node: fx.Node) -> set[str]:
     """Names of the buffers that a module writes when the node calls it."""
     if node.op != "call_module" or not updates_buffers(node):
         return set()
-    buffers = {name for name, _ in gm.named_buffers(remove_duplicate=False)}
-    return buffers.intersection(state_names(gm, node))
+    module = gm.get_submodule(str(node.target))
+    return {f"{node.target}.{name}" for name, _ in module.named_buffers(remove_duplicate=False)}
 
 
 def placed_nodes(gm: fx.GraphModule) -> list[fx.Node]:
