@@ -279,3 +279,7 @@ def found_infinities(
         "found_inf_per_device"
     ]
     return found
+
+
+assert_: Callable[[bool, str], None] = torch._assert
+"""``torch._assert``, an assertion that fx can trace; checked on 2.13.0 and 2.14.1."""

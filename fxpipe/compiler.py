@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe import compat
 from fxpipe.cost.flops import annotate_costs
 from fxpipe.cost.table import NodeCost
 from fxpipe.errors import OptionError
@@ -20,15 +21,18 @@ from fxpipe.ir.annotations import (
     canonical_name,
     find_cost,
     module_path_of,
+    mutates_of,
     require_stage,
     routes_of,
     set_canonical_names,
     source_of,
     tied_parameters,
     tied_routes,
+    value_of,
 )
 from fxpipe.ir.cuts import placed_nodes
 from fxpipe.ir.edges import attribute, state_names
+from fxpipe.ir.values import tensors_in
 from fxpipe.manager import Pass, Step, run_passes
 from fxpipe.options import CompileOptions
 from fxpipe.passes import AssignStages, BalanceStages, FollowOwners, default_passes
@@ -136,7 +140,7 @@ def compile_model(
         probe=ShapeProbe(
             traced.module, edge_names(graph), sizes, _tied_layouts(graph), training=training
         ),
-        batch_dims=example.dims,
+        batch_dims=dataclasses.replace(example.dims, written=_written_inputs(traced)),
         cuts=_cuts(graph),
         owners=owners,
         tied=dict(tied_parameters(graph)),
@@ -236,6 +240,19 @@ def first_microbatch(
     leaves = [next(replaced) if isinstance(v, torch.Tensor) else v for v in bound.leaves]
     arguments = bound.structure.unflatten(leaves)
     return Microbatch(*binder.call_form(arguments, args, kwargs), dims)
+
+
+def _written_inputs(traced: Traced) -> tuple[bool, ...]:
+    """For each input, whether the model writes it, or a view of it, in place."""
+    nodes = {n.name: n for n in traced.module.graph.nodes}
+    written = {
+        compat.storage_id(tensor)
+        for node in nodes.values()
+        for name in mutates_of(node)
+        for tensor in tensors_in(value_of(nodes[name]))
+    }
+    inputs = [value_of(nodes[p.name]) for p in traced.inputs.placeholders]
+    return tuple(compat.storage_id(value) in written for value in inputs)
 
 
 def _placing_pass(options: CompileOptions, like: Compiled | None) -> Pass:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe import tree
 from fxpipe.compiler import Compiled, Microbatch, compile_model, first_microbatch, modes
 from fxpipe.errors import FxpipeError, OptionError
 from fxpipe.log import warn_once
 from fxpipe.loop import with_gradients
+from fxpipe.manager import Step
 from fxpipe.options import CompileOptions
 from fxpipe.plan import Plan, make_plan
 from fxpipe.runtime.clip import clip_grad_norm
@@ -80,7 +82,7 @@ class Pipeline:
         self._weights = Weights(options.weights, options.init) if self._state.is_meta else None
         self._stopwatch: Stopwatch | None = None
         if example_inputs is not None:
-            args, kwargs = example_inputs
+            args, kwargs = self._on_device(example_inputs)
             self._compile(self._binder.bind(args, kwargs), tuple(args), dict(kwargs))
 
     # ---------------------------------------------------------------------------------------
@@ -111,6 +113,7 @@ class Pipeline:
         backward = self.training and torch.is_grad_enabled()
         if "target" in self._binder.signature.parameters:  # the model computes the loss itself
             kwargs["target"] = target
+        args, kwargs, target = self._on_device((args, kwargs, target))
         bound = self._binder.bind(args, kwargs)
         session = self._session(bound, args, kwargs, LossPlace.INSIDE, with_backward=backward)
         scale = 1.0 if scaler is None else scaler.get_scale()
@@ -131,6 +134,7 @@ class Pipeline:
             InputError: the batch does not fit the model.
             RankError: a rank failed; every rank raises it with the same cause.
         """
+        args, kwargs = self._on_device((args, kwargs))
         bound = self._binder.bind(args, kwargs)
         if not (self.training and torch.is_grad_enabled()):
             place = LossPlace.NOWHERE
@@ -173,6 +177,13 @@ class Pipeline:
         with self._driver.together():
             driver = self._driver
             timelines += stopwatch.timelines(driver.collectives, is_whole=driver.is_whole)
+
+    def _on_device(self, batch: Any) -> Any:
+        """A batch on the device of this process; where that is the CPU, as it is."""
+        device = self._driver.device
+        if device.type == "cpu":
+            return batch
+        return tree.map_leaves(lambda v: v.to(device) if isinstance(v, Tensor) else v, batch)
 
     def train(self, mode: bool = True) -> Self:
         """Puts the pipeline, not the model that was handed in, in train mode."""
@@ -284,6 +295,11 @@ class Pipeline:
     def compiled(self) -> bool:
         """Whether the model has been traced and cut."""
         return self._first is not None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What each pass did to the graph: its text before and after."""
+        return self._require_compiled().steps
 
     def graph(self, stage: int) -> fx.GraphModule:
         """The graph of one stage, with its send and recv nodes."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _Found: TypeAlias = dict[str, Tensor | None]
 """What one microbatch left behind: outputs, gradients and buffers, by name."""
+
+_M = TypeVar("_M", bound=nn.Module)
 
 SMALL_ELEMENTS = 20_000_000
 """Parameters of a model that is checked without being asked: a copy and three runs, in seconds."""
@@ -93,8 +95,9 @@ def self_check(
 def _run_model(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
 ) -> _Found:
-    model = copy.deepcopy(model)
+    model = _copied(model, args, kwargs)
     with _apart(training):
+        args, kwargs = copy.deepcopy((args, kwargs))  # it may write them
         leaves, _ = tree.flatten(model(*args, **kwargs))
         _backward(leaves, training=training)
     return _found(leaves, model.named_parameters(), model.named_buffers())
@@ -104,8 +107,10 @@ def _run_stages(
     compiled: Compiled, inputs: Sequence[Tensor], canonical: Mapping[str, str], *, training: bool
 ) -> _Found:
     """One microbatch through all stages, in one autograd graph."""
-    modules = copy.deepcopy([stage.module for stage in compiled.stages])  # shared state stays so
+    stages = nn.ModuleList(stage.module for stage in compiled.stages)
+    modules = _copied(stages, inputs, {})  # in one copy, so that shared state stays shared
     sizes = compiled.probe.layout(inputs).sizes
+    written = copy.deepcopy(list(inputs))  # the stages may write them
     carried: dict[int, Tensor] = {}
     leaves: Sequence[Any] = ()
     with _apart(training):
@@ -113,7 +118,7 @@ def _run_stages(
             received = [
                 carried[r.edge].clone() if r.written else carried[r.edge] for r in stage.receives
             ]
-            read = [inputs[i] for i in stage.batch_inputs]
+            read = [written[i] for i in stage.batch_inputs]
             outputs = module(*read, *(sizes[i] for i in stage.sizes), *received)
             for send in stage.sends:
                 carried[send.edge] = outputs[send.output]
@@ -122,6 +127,13 @@ def _run_stages(
     parameters = [(canonical.get(n, n), p) for m in modules for n, p in m.named_parameters()]
     buffers = [(canonical.get(n, n), b) for m in modules for n, b in m.named_buffers()]
     return _found(leaves, parameters, buffers)
+
+
+def _copied(module: _M, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _M:
+    """A copy on the device of the inputs."""
+    leaves, _ = tree.flatten((list(args), dict(kwargs)))
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+    return copy.deepcopy(module).to(devices[0]) if devices else copy.deepcopy(module)
 
 
 @contextlib.contextmanager

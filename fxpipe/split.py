@@ -21,6 +21,8 @@ from fxpipe import compat, ops
 from fxpipe.ir.annotations import (
     require_stage,
     routes_of,
+    set_stage,
+    set_value,
     stage_count,
     tied_routes,
 )
@@ -64,7 +66,8 @@ def _stage_graph(gm: fx.GraphModule, stage: int, routes: Mapping[int, Route]) ->
     copies: dict[fx.Node, fx.Node] = {}
     outside = [n for n in gm.graph.nodes if n in read and (n.op == "placeholder" or n not in own)]
     index = graph.placeholder("mb")
-    index.meta["val"] = 0
+    set_value(index, 0)
+    set_stage(index, stage)
     inputs = [n for n in outside if n.op == "placeholder" and n.target != "mb"]
     sizes = [n for n in outside if n.op != "placeholder"]
     for node in outside:

@@ -13,10 +13,6 @@ import fxpipe
 from fxpipe.verification import Row, Verification, _compare_gradients, _difference, _explain
 from tests.ranks import run_ranks
 
-# Autograd starts one thread a device at its first backward, and a process with such threads cannot
-# fork. Fake tensors register CUDA devices where there are none: so a backward comes before them.
-torch.zeros((), requires_grad=True).backward()
-
 
 class Layer(nn.Module):
     """Counts the rows it has seen."""

@@ -151,7 +151,12 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> World:
     pipelines = PrefixStore(f"fxpipe/{'-'.join(map(str, ranks))}", world.get_group_store())
     number = pipelines.add(f"opened-by-{rank}", 1)
     store = PrefixStore(str(number), pipelines)
-    control = GlooTransport(compat.gloo_group(PrefixStore("control", store), rank, len(ranks)))
+    device_of_both = compat.gloo_device()
+    activations, gradients = (
+        compat.gloo_group(PrefixStore(name, store), rank, len(ranks), device_of_both)
+        for name in ("control", "gradients")
+    )
+    control = GlooTransport(activations, gradients)
     board = Board(store)
 
     def on_loss(lost: tuple[int, ...]) -> None:

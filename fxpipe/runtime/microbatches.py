@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,13 @@ class BatchDims:
     Args:
         names: placeholder of each input, for messages.
         dims: its dimension; None: every microbatch gets it whole.
+        written: whether the model writes it in place. Microbatches are views of the batch, which
+            autograd does not let be written one by one: each gets a copy.
     """
 
     names: tuple[str, ...]
     dims: tuple[int | None, ...]
+    written: tuple[bool, ...] = ()
 
     def rows(self, batch: Sequence[Tensor]) -> int:
         """Rows of the batch.
@@ -54,6 +58,8 @@ class BatchDims:
             [tensor] * count if dim is None else list(tensor.tensor_split(count, dim=dim))
             for tensor, dim in zip(batch, self._dims(batch), strict=True)
         ]
+        for i in itertools.compress(range(len(pieces)), self.written):
+            pieces[i] = [piece.clone() for piece in pieces[i]]
         return [list(piece) for piece in zip(*pieces, strict=True)] if pieces else [[]] * count
 
     def _dims(self, batch: Sequence[Tensor]) -> list[int | None]:

@@ -147,7 +147,8 @@ class ModelState:
                     shared[key] = state_dict[key]
                 else:
                     own.copy_(state_dict[key])
-            self._model.load_state_dict(_with_metadata(shared, state_dict), strict=False)
+            if shared:
+                self._model.load_state_dict(_with_metadata(shared, state_dict), strict=False)
 
 
 def _with_metadata(

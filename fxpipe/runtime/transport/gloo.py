@@ -13,6 +13,10 @@ What torch 2.13.0 and 2.14.1 do, found by experiment; the code below rests on it
   The connections close with the last reference to the group, and the frames of a traceback hold
   some. But a ``wait`` that times out closes all connections of its group at once, whatever refers
   to it. Hence `GlooTransport.abort`: it waits a millisecond for what is never sent.
+- A connection is locked while a transfer is posted, for as long as the kernel takes to send its
+  first bytes. The thread that reads what peers send does not sleep on that lock: it polls, and
+  burns 50 us of CPU and more. With one connection for activations and one for gradients it rarely
+  meets the lock, since what arrives as the one is sent comes over the other.
 """
 
 from __future__ import annotations
@@ -36,53 +40,67 @@ _NEVER_SENT_TAG: Final = COLLECTIVE_TAG + 2
 
 
 class GlooTransport:
-    """Sends over `group`, whose ranks are those of the pipeline."""
+    """Sends over groups whose ranks are those of the pipeline.
 
-    def __init__(self, group: Group) -> None:
+    Args:
+        group: carries activations, which have even tags.
+        gradients: carries gradients, which have odd tags; None: `group` does.
+    """
+
+    def __init__(self, group: Group, gradients: Group | None = None) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.group = group
-        self._send, self._recv = group.send, group.recv
+        self._gradients = gradients or group
+        self._sends = (group.send, self._gradients.send)  # by direction
+        self._recvs = (group.recv, self._gradients.recv)
         self._nothing = torch.empty(1)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+        send = self._sends[tag % 2]
         try:
             if len(tensors) == 1:
-                return self._send(tensors, peer, tag)
-            return _Works([self._send([tensor], peer, tag) for tensor in tensors])
+                return send(tensors, peer, tag)
+            return _Works([send([tensor], peer, tag) for tensor in tensors])
         except RuntimeError as error:
             raise _failed("send to", peer, error) from error
 
     def recv(self, buffers: Sequence[Tensor], peer: int, tag: int) -> Work:
+        recv = self._recvs[tag % 2]
         try:
             if len(buffers) == 1:
-                return self._recv(buffers, peer, tag)
-            return _Works([self._recv([buffer], peer, tag) for buffer in buffers])
+                return recv(buffers, peer, tag)
+            return _Works([recv([buffer], peer, tag) for buffer in buffers])
         except RuntimeError as error:
             raise _failed("receive from", peer, error) from error
 
     def lost(self) -> tuple[int, ...]:
-        return tuple(peer for peer in self._peers() if self._expect_nothing(peer) is None)
+        return tuple(p for p in self._peers() if self._expect_nothing(self.group, p) is None)
 
     def abort(self) -> None:
+        self._abort(self.group)
+        if self._gradients is not self.group:
+            self._abort(self._gradients)
+
+    def _abort(self, group: Group) -> None:
         for peer in self._peers():
-            if (work := self._expect_nothing(peer)) is not None:
+            if (work := self._expect_nothing(group, peer)) is not None:
                 try:
                     work.wait(timedelta(milliseconds=1))
                 except RuntimeError:
-                    return  # it timed out, and all connections are closed
+                    return  # it timed out, and all connections of the group are closed
 
     def close(self) -> None:
         # Data that peers have yet to read is on its way: aborting could overtake it. The sockets
         # close with the last reference.
-        self._send = self._recv = _refuse
+        self._sends = self._recvs = (_refuse, _refuse)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
-    def _expect_nothing(self, peer: int) -> dist.Work | None:
+    def _expect_nothing(self, group: Group, peer: int) -> dist.Work | None:
         """Posts a receive that stays unanswered; None if the connection is broken."""
         try:
-            return self.group.recv([self._nothing], peer, _NEVER_SENT_TAG)
+            return group.recv([self._nothing], peer, _NEVER_SENT_TAG)
         except RuntimeError:
             return None
 
