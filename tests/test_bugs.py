@@ -1,4 +1,4 @@
-"""One test a bug that a user met, headed by its story: what was done, what went wrong, what is right."""
+"""One test a bug, headed by its story: what the user did, what went wrong, what is right."""
 
 import copy
 
@@ -24,8 +24,9 @@ def gradients_equal(model, pipe, x, y, loss, microbatches):
 def test_a_model_that_writes_its_input_in_place_trains():
     """A model begins with ``x.mul_(2)``.
 
-    Microbatches are views of the batch and shared its version counter, so the write of the second made
-    backward of the first fail. Right: the numbers of the plain model, and the batch left as it was.
+    Microbatches are views of the batch and shared its version counter, so the write of the second
+    made backward of the first fail. Right: the numbers of the plain model, and the batch left as it
+    was.
     """
 
     class Doubling(nn.Module):
