@@ -36,6 +36,7 @@ from fxpipe.ir.values import tensors_in
 from fxpipe.manager import Pass, Step, run_passes
 from fxpipe.options import CompileOptions
 from fxpipe.passes import AssignStages, BalanceStages, FollowOwners, default_passes
+from fxpipe.regions import outline_checkpoints
 from fxpipe.runtime.microbatches import BatchDims, batch_dims_of
 from fxpipe.runtime.stage import Stage, TensorLayout, layout_of
 from fxpipe.schedule import Program, Routes, Schedule, add_transfers, make_schedule, verify
@@ -123,6 +124,8 @@ def compile_model(
     passes = default_passes(_placing_pass(options, like), training=training)
     graph, steps = run_passes(traced.module, passes)
     stage_graphs = split_stages(graph)
+    for stage in stage_graphs:
+        outline_checkpoints(stage.module)
     input_index = {p.name: i for i, p in enumerate(traced.inputs.placeholders)}
     sizes = list(dict.fromkeys(name for s in stage_graphs for name in s.sizes))
     size_index = {name: i for i, name in enumerate(sizes)}
