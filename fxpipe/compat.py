@@ -14,11 +14,17 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    unset_fake_temporarily,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,  # a type that is asked for; ``isinstance`` is all that is done
 )
 from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,  # a type in signatures; made by `fake_mode`
@@ -84,11 +90,15 @@ def run_backward(
 ) -> None:
     """``torch.autograd.backward`` without its argument checks, which cost 20 us a call.
 
-    ``torch.autograd.graph._engine_run_backward``, checked on 2.13.0 and 2.14.1.
+    ``torch.autograd.graph._engine_run_backward``, checked on 2.13.0 and 2.14.1. It hands context
+    variables to the threads of devices, which costs 5 us. Backward on the CPU stays in this thread,
+    so there the engine is called itself: ``torch.autograd.Variable._execution_engine``, checked on
+    2.14.1.
     """
-    torch.autograd.graph._engine_run_backward(
-        roots, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run = torch.autograd.graph._engine_run_backward
+    if roots[0].device.type == "cpu":
+        run = torch.autograd.Variable._execution_engine.run_backward
+    run(roots, gradients, keep_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Container(NamedTuple):
@@ -122,6 +132,65 @@ def fake_mode() -> FakeTensorMode:
     no public way to make one.
     """
     return _QuietFakeMode(allow_non_fake_inputs=True)
+
+
+HigherOrderOperator: type = torch._ops.HigherOrderOperator
+OpOverload: type = torch._ops.OpOverload
+"""What calls of exported graphs are, besides Python functions of sizes.
+
+``torch._ops``, checked on 2.14.1.
+"""
+
+
+@contextlib.contextmanager
+def export_mode() -> Iterator[FakeTensorMode]:
+    """The fake mode that ``torch.export`` works with inside: a model may hold fakes of it.
+
+    ``torch._guards.tracing``, ``TracingContext`` and ``ShapeEnv``, checked on 2.14.1. Left to
+    itself, export makes a mode of its own, and fakes of another cannot take part.
+    """
+    # imports sympy, 0.7 s that the other ways to capture a model do not need
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shapes = ShapeEnv(tracked_fakes=[], trace_asserts=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, export=True, shape_env=shapes)
+    with tracing(TracingContext(mode)):
+        yield mode
+
+
+@contextlib.contextmanager
+def nodes_annotated(key: str, value: object) -> Iterator[None]:
+    """While inside, the nodes that export makes carry `value`; see `annotation_of`.
+
+    ``torch.fx.traceback.annotate``, which says that it may change; checked on 2.14.1.
+    """
+    with torch.fx.traceback.annotate({key: value}):
+        yield
+
+
+def annotations_kept() -> contextlib.AbstractContextManager[None]:
+    """Around an export: without it ``nodes_annotated`` does nothing (2.14.1)."""
+    return torch.fx.traceback.preserve_node_meta()
+
+
+def annotation_of(node: fx.Node, key: str) -> Any:
+    """What `nodes_annotated` gave to a node, or None."""
+    return node.meta.get("custom", {}).get(key)
+
+
+EXPORTED_REGIONS = (
+    torch.ops.higher_order.wrap_with_set_grad_enabled,
+    torch.ops.higher_order.wrap_with_autocast,
+)
+"""Operators that hold a region of an exported graph as a graph of their own; checked on 2.14.1.
+
+Arguments: ``(enabled, graph, *inputs)`` and ``(device, dtype, enabled, cache_enabled, graph,
+*inputs)``.
+"""
+
+EXPORT_GUARDS = "_guards_fn"
+"""The module of ``ExportedProgram.module()`` that asserts what was found of the sizes of the
+example; checked on 2.14.1."""
 
 
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
@@ -283,3 +352,12 @@ def found_infinities(
 
 assert_: Callable[[bool, str], None] = torch._assert
 """``torch._assert``, an assertion that fx can trace; checked on 2.13.0 and 2.14.1."""
+
+
+def no_fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """Real tensors again, inside of a fake mode.
+
+    ``torch._subclasses.fake_tensor.unset_fake_temporarily``, checked on 2.13.0 and 2.14.1.
+    """
+    real: contextlib.AbstractContextManager[Any] = unset_fake_temporarily()
+    return real

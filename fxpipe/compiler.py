@@ -31,7 +31,7 @@ from fxpipe.ir.annotations import (
     value_of,
 )
 from fxpipe.ir.cuts import placed_nodes
-from fxpipe.ir.edges import attribute, state_names
+from fxpipe.ir.edges import state_names, state_of_graph
 from fxpipe.ir.values import tensors_in
 from fxpipe.manager import Pass, Step, run_passes
 from fxpipe.options import CompileOptions
@@ -141,7 +141,12 @@ def compile_model(
         stages=stages,
         routes=_routes(graph),
         probe=ShapeProbe(
-            traced.module, edge_names(graph), sizes, _tied_layouts(graph), training=training
+            traced.module,
+            edge_names(graph),
+            sizes,
+            _tied_layouts(graph),
+            guards=traced.guards,
+            training=training,
         ),
         batch_dims=dataclasses.replace(example.dims, written=_written_inputs(traced)),
         cuts=_cuts(graph),
@@ -283,11 +288,10 @@ def _routes(graph: fx.GraphModule) -> Routes:
 
 def _tied_layouts(graph: fx.GraphModule) -> list[TensorLayout]:
     """Layouts of the edges that carry gradients of parameters, by edge."""
+    held = state_of_graph(graph)
     found = []
     for name, routes in tied_routes(graph).items():
-        parameter = attribute(graph, name)
-        assert isinstance(parameter, nn.Parameter)
-        found += [layout_of(parameter)] * len(routes)
+        found += [layout_of(held[name])] * len(routes)
     return found
 
 

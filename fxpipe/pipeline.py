@@ -29,8 +29,9 @@ from fxpipe.runtime.timing import Stopwatch
 from fxpipe.runtime.weights import Weights
 from fxpipe.schedule import Action, Timeline, make_schedule
 from fxpipe.self_check import is_small, self_check
-from fxpipe.session import Held, Session, StepResult, hold
+from fxpipe.session import Session, StepResult, hold
 from fxpipe.trace.inputs import BoundInputs, InputBinder
+from fxpipe.variants import Variant, Variants
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,7 +75,7 @@ class Pipeline:
         self._driver: Driver = make_driver(options.transport, options.ranks, mesh, device)
         self._placement = _placement(options)
         self._training = {name: module.training for name, module in model.named_modules()}
-        self._compiled: dict[Hashable, tuple[Compiled, Held]] = {}
+        self._variants = Variants()
         self._sessions: dict[Hashable, Session] = {}
         self._first: Compiled | None = None
         self._first_training = True
@@ -306,6 +307,18 @@ class Pipeline:
         self._check_index("stage", stage, self.options.stages)
         return self._require_compiled().stage_graphs[stage].module
 
+    def output_dims(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | None, ...]:
+        """Along which dimension the microbatches of a batch join, for each leaf of its output.
+
+        Returns:
+            None for a leaf without rows, which is as the first microbatch gives it.
+        """
+        bound = self._binder.bind(args, kwargs)
+        compiled, _ = self._compile(bound, tuple(args), kwargs)
+        dims = compiled.batch_dims
+        piece = dims.split(bound.tensors, self._microbatches(dims.rows(bound.tensors)))[0]
+        return compiled.probe.output_dims(piece, dims.dims)
+
     def program(self, rank: int) -> tuple[Action, ...]:
         """The actions of one rank, transfers included."""
         self._check_index("rank", rank, self.options.ranks)
@@ -451,28 +464,40 @@ class Pipeline:
 
     def _compile(
         self, bound: BoundInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Compiled, Held]:
-        """The graph for this mode and this structure of inputs; traced if there is none yet."""
+    ) -> Variant:
+        """The graph for this mode, and these inputs; traced if there is none yet."""
         mode = tuple(self._training.values())
         frozen = tuple(p.requires_grad for p in self._model.parameters())
-        key = (mode, frozen, bound.key)
-        if key not in self._compiled:
-            compiled = self._compile_on(first_microbatch(self._model, args, kwargs, self.options))
-            if self._first is None:
-                self._first, self._first_training = compiled, self.training
-                self._planned_microbatches = self._microbatches(
-                    compiled.batch_dims.rows(bound.tensors)
-                )
-            held = hold(
-                compiled,
-                self._placement,
-                self._driver.ranks,
-                self._state,
-                self._driver.device,
-                self._weights,
-            )
-            self._compiled[key] = (compiled, held)
-        return self._compiled[key]
+
+        def pieces(compiled: Compiled) -> list[list[Tensor]]:
+            dims = compiled.batch_dims
+            return dims.split(bound.tensors, self._microbatches(dims.rows(bound.tensors)))
+
+        def make() -> Variant:
+            example = first_microbatch(self._model, args, kwargs, self.options)
+            return self._make(example, bound)
+
+        return self._variants.choose((mode, frozen, bound.key), bound.tensors, pieces, make)
+
+    def _make(self, example: Microbatch, bound: BoundInputs) -> Variant:
+        compiled = self._compile_on(example)
+        if self._first is None:
+            self._first, self._first_training = compiled, self.training
+            self._planned_microbatches = self._microbatches(compiled.batch_dims.rows(bound.tensors))
+        held = hold(
+            compiled,
+            self._placement,
+            self._driver.ranks,
+            self._state,
+            self._driver.device,
+            self._weights,
+        )
+        self._sessions = {
+            key: session
+            for key, session in self._sessions.items()
+            if session.compiled in self._variants
+        }
+        return Variant(compiled, held)
 
     def _compile_on(self, example: Microbatch) -> Compiled:
         with modes(self._model, self._training):

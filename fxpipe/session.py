@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -135,6 +136,9 @@ class Session:
             loss=loss,
             loss_reduction=options.loss_reduction,
             layout_of=compiled.probe.layout,
+            output_dims=functools.partial(
+                compiled.probe.output_dims, rows=compiled.batch_dims.dims
+            ),
         )
 
     def _last_stage(self, stage: Stage) -> Stage:

@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxpipe import compat
-from fxpipe.ir.annotations import routes_of
-from fxpipe.manager import share_parameters
+from fxpipe.errors import InputError
+from fxpipe.ir.annotations import routes_of, value_of
 from fxpipe.runtime.stage import Layout, TensorLayout, layout_of
+from fxpipe.runtime.stepper import restored_autocast
+from fxpipe.trace.fold import Folder, Unknown
+from fxpipe.trace.guards import Guard, plain_value
+from fxpipe.trace.replay import Replay, fake_like, fake_state
 
 log = logging.getLogger(__name__)
 
 _KEPT = 64
 """Shapes kept; beyond, the one not used for longest goes. A shape costs some kilobytes."""
+
+
+class _Found(NamedTuple):
+    """What a run told about one shape of the inputs."""
+
+    layout: Layout
+    outputs: tuple[tuple[int, ...] | None, ...]  # shape of each leaf of the output; None: no tensor
 
 
 class ShapeProbe:
@@ -33,6 +44,7 @@ class ShapeProbe:
         edges: for each edge, the name of the node it carries.
         sizes: names of the nodes without a tensor that another stage reads.
         fixed: layouts of the edges after these, which no input changes.
+        guards: what must be as it was in the trace for the graph to be right.
         training: whether gradients are on when the stages run; some kernels differ.
     """
 
@@ -43,68 +55,162 @@ class ShapeProbe:
         sizes: Sequence[str],
         fixed: Sequence[TensorLayout] = (),
         *,
+        guards: Sequence[Guard] = (),
         training: bool,
     ) -> None:
-        self._num_edges, self._training = len(edges), training
-        self._fixed = tuple(fixed)
-        self._graph = _probe_graph(gm, [*edges, *sizes])
+        nodes = {node.name: node for node in gm.graph.nodes}
+        self._edges = [nodes[name] for name in edges]
+        self._sizes = [nodes[name] for name in sizes]
+        self._fixed, self._training = tuple(fixed), training
+        self._gm, self._guards = gm, {guard.node: guard for guard in guards}
         self._mode = compat.fake_mode()
         with self._mode:
-            self._state = {n: _fake(t) for n, t in _state(self._graph)}
-        self._found: OrderedDict[object, Layout] = OrderedDict()
+            self._state = fake_state(gm)
+        self._found: OrderedDict[object, _Found | Guard] = OrderedDict()
+        self._output_dims: tuple[int | None, ...] | None = None
+
+    def failing(self, inputs: Sequence[Tensor]) -> Guard | None:
+        """The guard that does not hold for a microbatch of this shape: the graph is wrong for it.
+
+        Returns:
+            None if all hold.
+        """
+        found = self._find(inputs)
+        return found if isinstance(found, Guard) else None
 
     def layout(self, inputs: Sequence[Tensor]) -> Layout:
-        """The layout of a microbatch with inputs of these shapes."""
+        """The layout of a microbatch with inputs of these shapes.
+
+        Raises:
+            InputError: the graph was traced for other sizes.
+        """
+        found = self._find(inputs)
+        if isinstance(found, Guard):
+            raise InputError(
+                "the graph is for other sizes: the model takes another way at these",
+                at=found.line,
+                hint="trace again for this batch",
+            )
+        return found.layout
+
+    def output_dims(
+        self, inputs: Sequence[Tensor], rows: Sequence[int | None]
+    ) -> tuple[int | None, ...]:
+        """For each leaf of the model's output, the dimension that grows with the rows.
+
+        Found once, by a run with more rows. Where that cannot be run, or where several dimensions
+        grow, rows are taken to be in dimension 0.
+
+        Args:
+            inputs: a microbatch.
+            rows: dimension of the rows of each input; None where it has none.
+
+        Returns:
+            None for what is no tensor, and for a tensor whose shape no number of rows changes; 0
+            for one without dimensions.
+        """
+        if self._output_dims is None:
+            self._output_dims = self._compare_outputs(inputs, rows)
+        return self._output_dims
+
+    def _compare_outputs(
+        self, inputs: Sequence[Tensor], rows: Sequence[int | None]
+    ) -> tuple[int | None, ...]:
+        found = self._find(inputs)
+        assert not isinstance(found, Guard)
+        if not any(found.outputs):
+            return tuple(map(_grown_dim, found.outputs, found.outputs))
+        for more in self._with_more_rows(inputs, rows):
+            try:
+                other = self._find(more)
+            # nobody asked for this number of rows: whatever it raises, it cannot be run
+            except Exception as error:
+                log.debug("rows=%s cannot be run: %s", [tuple(t.shape) for t in more], error)
+                continue
+            if not isinstance(other, Guard):
+                return tuple(map(_grown_dim, found.outputs, other.outputs))
+        return (0,) * len(found.outputs)
+
+    def _with_more_rows(
+        self, inputs: Sequence[Tensor], rows: Sequence[int | None]
+    ) -> Iterator[list[Tensor]]:
+        """The inputs with one row more, and with twice the rows: the graph may be for even ones."""
+        for twice in (False, True):
+            with self._mode:
+                fakes = [fake_like(tensor) for tensor in inputs]
+                for i, dim in enumerate(rows):
+                    if dim is not None and fakes[i].dim():
+                        added = fakes[i] if twice else fakes[i].narrow(dim, 0, 1)
+                        fakes[i] = torch.cat([fakes[i], added], dim)
+            yield fakes
+
+    def _find(self, inputs: Sequence[Tensor]) -> _Found | Guard:
         key = (*((tuple(t.shape), t.stride(), t.dtype) for t in inputs), _ambient_autocast())
         if key in self._found:
             self._found.move_to_end(key)
             return self._found[key]
-        layout = self._propagate(inputs)
-        self._found[key] = layout
+        found = self._found[key] = self._propagate(inputs)
         if len(self._found) > _KEPT:
             self._found.popitem(last=False)
-        return layout
+        return found
 
-    def _propagate(self, inputs: Sequence[Tensor]) -> Layout:
+    def _propagate(self, inputs: Sequence[Tensor]) -> _Found | Guard:
         log.debug("shapes=%s propagated", [tuple(t.shape) for t in inputs])
-        with self._mode, torch.set_grad_enabled(self._training):
-            fakes = [_fake(t) for t in inputs]
-            found = torch.func.functional_call(
-                self._graph, self._state, tuple(fakes), tie_weights=False
-            )
-        edges = tuple(layout_of(value) for value in found[: self._num_edges])
-        return Layout(
-            edges + self._fixed, tuple(_plain(value) for value in found[self._num_edges :])
+        with self._mode, torch.set_grad_enabled(self._training), restored_autocast():
+            run = _GuardedRun(self._gm, self._state, self._guards)
+            try:
+                outputs = run.run(*map(fake_like, inputs))
+            except _GuardFailed as failed:
+                return failed.guard
+        edges = tuple(layout_of(run.env[node]) for node in self._edges)
+        return _Found(
+            Layout(edges + self._fixed, tuple(plain_value(run.env[node]) for node in self._sizes)),
+            tuple(tuple(v.shape) if isinstance(v, Tensor) else None for v in outputs),
         )
 
 
-def _probe_graph(gm: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """The graph that returns the values of the named nodes."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        if node.op != "output":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    by_name = {node.name: copy for node, copy in copies.items()}
-    graph.output(tuple(by_name[name] for name in names))
-    return share_parameters(gm, graph)
+class _GuardFailed(Exception):  # noqa: N818 - an answer, not an error
+    def __init__(self, guard: Guard) -> None:
+        super().__init__(guard)
+        self.guard = guard
 
 
-def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    named = [*module.named_parameters(remove_duplicate=False)]
-    return [*named, *module.named_buffers(remove_duplicate=False)]
+class _GuardedRun(Replay):
+    """Stops at the first guard that does not hold: behind it the graph may not even fit."""
+
+    def __init__(
+        self, gm: fx.GraphModule, state: Mapping[str, Tensor], guards: Mapping[str, Guard]
+    ) -> None:
+        super().__init__(gm, state)
+        self._guards = guards
+        self._folder = Folder(lambda node: self.env.get(node, value_of(node)), after_trace=True)
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        guard = self._guards.get(n.name)
+        if guard is not None and not guard.holds(self._seen(n, value)):
+            raise _GuardFailed(guard)
+        return value
+
+    def _seen(self, node: fx.Node, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        try:
+            with compat.no_fake_mode():
+                return self._folder.value(node)
+        except Unknown:
+            return None  # too large to be computed here: as if it were another value
 
 
-def _fake(tensor: Tensor) -> Tensor:
-    """A fake tensor like this one, made inside the active fake mode.
-
-    On the CPU also where the real one has no memory yet: a meta parameter meets real inputs.
-    """
-    device = "cpu" if tensor.is_meta else tensor.device
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake
+def _grown_dim(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> int | None:
+    if one is None or other is None:
+        return None
+    if len(one) != len(other):
+        return 0
+    grown = [dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    if len(grown) == 1:
+        return grown[0]
+    return 0 if grown or not one else None
 
 
 def _ambient_autocast() -> Hashable:
@@ -113,11 +219,6 @@ def _ambient_autocast() -> Hashable:
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
     )
-
-
-def _plain(value: Any) -> Any:
-    """A size as Python holds it."""
-    return tuple(value) if isinstance(value, torch.Size) else value
 
 
 def edge_names(gm: fx.GraphModule) -> list[str]:

@@ -29,7 +29,7 @@ from fxpipe.runtime.loss import output_is_loss
 from fxpipe.runtime.microbatches import (
     combine,
     loss_weights,
-    merge_outputs,
+    merge_leaves,
     piece_rows,
     split_target,
 )
@@ -164,7 +164,9 @@ def verify(
     options = dataclasses.replace(pipe.options, loss=copied_loss)
     with torch.random.fork_rng(devices=_cuda_devices()), torch.set_grad_enabled(backward):
         before = _random_state()
-        plain = _run_plain(copied, _copied(batch), options)
+        plain = _run_plain(
+            copied, _copied(batch), options, pipe.output_dims(batch.args, batch.kwargs)
+        )
         draws = any(not torch.equal(a, b) for a, b in zip(before, _random_state(), strict=True))
     is_part = is_distributed() and options.transport != "local"
     rows = _compare(pipelined, plain, backward=backward, is_part=is_part)
@@ -216,7 +218,9 @@ def _run_pipelined(pipe: Pipeline, batch: _Batch) -> _Results:
     return _Results(output, loss, gradients, dict(pipe.named_buffers()))
 
 
-def _run_plain(model: nn.Module, batch: _Batch, options: CompileOptions) -> _Results:
+def _run_plain(
+    model: nn.Module, batch: _Batch, options: CompileOptions, output_dims: Sequence[int | None]
+) -> _Results:
     with_backward = torch.is_grad_enabled()
     with_loss = options.loss is not None or with_backward
     pieces, weights = _microbatches(model, batch, options)
@@ -232,7 +236,7 @@ def _run_plain(model: nn.Module, batch: _Batch, options: CompileOptions) -> _Res
         outputs.append([x.detach() if isinstance(x, Tensor) else x for x in leaves])
     assert structure is not None  # there is a microbatch
     return _Results(
-        merge_outputs(outputs, weights, structure),
+        structure.unflatten(merge_leaves(outputs, weights, output_dims)),
         combine(losses, weights) if with_loss else None,
         {name: parameter.grad for name, parameter in model.named_parameters()},
         dict(model.named_buffers()),

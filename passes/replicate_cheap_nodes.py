@@ -34,19 +34,29 @@ class ReplicateCheapNodes(Pass):
 
     def run(self, gm: fx.GraphModule) -> fx.GraphModule:
         free = free_nodes(gm)
+        placed: set[fx.Node] = set()
         # Reversed: a copy of a node makes new readers of what the node reads.
         for node in [n for n in reversed(gm.graph.nodes) if n in free and n.op != "placeholder"]:
             readers: dict[int, list[fx.Node]] = {}
             for user in node.users:
                 readers.setdefault(require_stage(user), []).append(user)
             for stage, users in sorted(readers.items()):
-                first = min(users)  # nodes compare by their place in the graph
+                first = _head(min(users), placed)  # nodes compare by their place in the graph
                 if stage == require_stage(node):
                     first.prepend(node)
+                    placed.add(node)
                     continue
                 with gm.graph.inserting_before(first):
                     copy = gm.graph.node_copy(node, lambda n: n)
                 set_stage(copy, stage)
+                placed.add(copy)
                 for user in users:
                     read_instead(user, node, copy)
         return gm
+
+
+def _head(reader: fx.Node, placed: set[fx.Node]) -> fx.Node:
+    """The first of the nodes that were placed before a reader: all keep their order."""
+    while reader.prev in placed:
+        reader = reader.prev
+    return reader

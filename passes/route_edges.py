@@ -7,11 +7,12 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-from torch import fx, nn
+from torch import fx
 
 from fxpipe import compat
 from fxpipe.ir import verify
 from fxpipe.ir.annotations import (
+    canonical_name,
     mutates_of,
     require_stage,
     set_routes,
@@ -19,7 +20,14 @@ from fxpipe.ir.annotations import (
     tied_parameters,
     value_of,
 )
-from fxpipe.ir.edges import Edge, attribute, cross_stage_edges, feeds_output, needs_gradient
+from fxpipe.ir.edges import (
+    Edge,
+    cross_stage_edges,
+    feeds_output,
+    needs_gradient,
+    state_names,
+    state_of_graph,
+)
 from fxpipe.ir.routes import Route
 from fxpipe.ir.values import tensors_in
 from fxpipe.manager import Pass
@@ -77,17 +85,19 @@ class RouteEdges(Pass):
                 written = needs_gradient(producer) and _is_written(gm, edge)
                 routes.append(Route(index, edge.source, edge.target, to, after, written))
             set_routes(producer, tuple(routes))
-        set_tied_routes(gm, {n: _tied(s, number) for n, s in self._chained(gm).items()})
+        set_tied_routes(gm, {n: _tied(s, number) for n, s in self._chained(gm, useful).items()})
         return gm
 
-    def _chained(self, gm: fx.GraphModule) -> dict[str, tuple[int, ...]]:
+    def _chained(self, gm: fx.GraphModule, useful: set[fx.Node]) -> dict[str, tuple[int, ...]]:
         """The tied parameters whose gradients go from stage to stage with every microbatch."""
         chained = {}
+        has_gradient = {canonical_name(gm, name) for n in useful for name in state_names(gm, n)}
+        held = state_of_graph(gm)
         for name, stages in tied_parameters(gm).items():
-            parameter = attribute(gm, name)
-            assert isinstance(parameter, nn.Parameter)
+            parameter = held[name]
             size = parameter.numel() * parameter.element_size()
-            if parameter.requires_grad and size <= self.chained_bytes:
+            is_wanted = parameter.requires_grad and name in has_gradient
+            if is_wanted and size <= self.chained_bytes:
                 chained[name] = stages
         return chained
 

@@ -157,6 +157,7 @@ class Scripts:
             routes=self._plan.routes,
             inputs=self._compiled.batch_dims,
             outputs=tuple(self._compiled.traced.output.names("output")),
+            output_dims=self._output_dims,
             target=self._target_form,
             loss_reduction=self._options.loss_reduction,
             tied=self._compiled.tied,
@@ -204,6 +205,13 @@ class Scripts:
             if (shapes := shapes_of(inputs)) not in found:
                 found[shapes] = _Piece(inputs, target, self._compiled.probe.layout(inputs))
         return found
+
+    @property
+    def _output_dims(self) -> tuple[int | None, ...]:
+        """Dimension of the rows of each leaf of the output; empty if it is 0 for all."""
+        inputs = next(iter(self._pieces.values())).inputs
+        dims = self._compiled.probe.output_dims(inputs, self._compiled.batch_dims.dims)
+        return dims if any(dim != 0 for dim in dims) else ()
 
     @property
     def _target_form(self) -> str | None:

@@ -15,9 +15,12 @@ from fxpipe.trace import Traced
 
 
 class Probe(Protocol):
-    """Finds the layout of a microbatch."""
+    """Finds the layout of a microbatch, and where the rows of the output are."""
 
     def layout(self, inputs: Sequence[Tensor]) -> Layout: ...
+    def output_dims(
+        self, inputs: Sequence[Tensor], rows: Sequence[int | None]
+    ) -> tuple[int | None, ...]: ...
 
 
 class Compiled(Protocol):

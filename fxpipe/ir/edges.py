@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx, nn
 
 from fxpipe import compat, ops
-from fxpipe.ir.annotations import mutates_of, require_stage, value_of
+from fxpipe.ir.annotations import canonical_name, mutates_of, require_stage, value_of
 from fxpipe.ir.values import has_tensor, tensors_in
 
 
@@ -100,3 +100,15 @@ def state_names(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
             yield f"{node.target}.{name}"
         for name, _ in module.named_buffers(remove_duplicate=False):
             yield f"{node.target}.{name}"
+
+
+def state_of_graph(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that the nodes read, by canonical name.
+
+    A graph may know a tensor by another of its names alone.
+    """
+    return {
+        canonical_name(gm, name): cast(torch.Tensor, attribute(gm, name))
+        for node in gm.graph.nodes
+        for name in state_names(gm, node)
+    }

@@ -84,7 +84,17 @@ class WorldCollectives:
         self._nccl: dict[tuple[int, ...], Group] = {}
 
     def broadcast(self, value: Tensor, source: int) -> Tensor:
-        return self._gather(value.detach(), self._all)[source]
+        value = value.detach()
+        if value.device.type == "cuda":
+            return self._gather(value, self._all)[source]
+        control, value = self._world.control, value.contiguous()
+        if self._world.rank == source:
+            others = [peer for peer in self._all if peer != source]
+            wait_all([control.send([value], peer, COLLECTIVE_TAG) for peer in others])
+            return value
+        found = torch.empty_like(value)
+        wait_all([control.recv([found], source, COLLECTIVE_TAG)])
+        return found
 
     def add(self, tensors: Mapping[int, Tensor], ranks: Sequence[int]) -> None:
         if self._world.rank in ranks:

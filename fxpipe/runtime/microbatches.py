@@ -121,27 +121,29 @@ def combine(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total
 
 
-def merge_outputs(
-    outputs: Sequence[Sequence[Any]], weights: Sequence[float], spec: tree.TreeSpec
-) -> Any:
-    """The output of the batch, in the model's own structure, from `merge_leaves`."""
-    return spec.unflatten(merge_leaves(outputs, weights))
-
-
-def merge_leaves(outputs: Sequence[Sequence[Any]], weights: Sequence[float]) -> list[Any]:
+def merge_leaves(
+    outputs: Sequence[Sequence[Any]],
+    weights: Sequence[float],
+    dims: Sequence[int | None] = (),
+) -> list[Any]:
     """The leaves of the output of the batch, from those of the microbatches, [M][leaves].
 
-    Tensors are joined along dimension 0; 0-dim ones are combined as the loss is; everything else is
-    as the first microbatch gave it.
+    0-dim tensors are combined as the loss is; other tensors are joined along the dimension of their
+    rows; what has no rows, and what is no tensor, is as the first microbatch gave it.
+
+    Args:
+        outputs: [M][leaves].
+        weights: what each microbatch counts, [M].
+        dims: the dimension of the rows of each leaf, None where it has none; empty: 0 for all.
     """
     merged = []
-    for leaves in zip(*outputs, strict=True):
+    for leaves, dim in zip(zip(*outputs, strict=True), _all_dims(outputs, dims), strict=True):
         if not isinstance(leaves[0], Tensor):
             merged.append(leaves[0])
         elif leaves[0].dim() == 0:
             merged.append(combine(leaves, weights))
         else:
-            merged.append(torch.cat(leaves))
+            merged.append(leaves[0] if dim is None else torch.cat(leaves, dim))
     return merged
 
 
@@ -149,17 +151,25 @@ def split_gradients(
     gradients: Sequence[Tensor | None],
     outputs: Sequence[Sequence[Any]],
     weights: Sequence[float],
+    dims: Sequence[int | None] = (),
 ) -> list[list[Tensor | None]]:
     """The gradient of each microbatch's leaves, [M][leaves], from those of `merge_leaves`."""
     pieces: list[Sequence[Tensor | None]] = []
-    for gradient, leaves in zip(gradients, zip(*outputs, strict=True), strict=True):
+    of_leaves = zip(*outputs, strict=True)
+    for gradient, leaves, dim in zip(gradients, of_leaves, _all_dims(outputs, dims), strict=True):
         if gradient is None:
             pieces.append([None] * len(outputs))
         elif leaves[0].dim() == 0:
             pieces.append([gradient * weight for weight in weights])
+        elif dim is None:
+            pieces.append([gradient, *[None] * (len(outputs) - 1)])
         else:
-            pieces.append(torch.split(gradient, [leaf.shape[0] for leaf in leaves]))
+            pieces.append(torch.split(gradient, [leaf.shape[dim] for leaf in leaves], dim))
     return [list(piece) for piece in zip(*pieces, strict=True)]
+
+
+def _all_dims(outputs: Sequence[Sequence[Any]], dims: Sequence[int | None]) -> Sequence[int | None]:
+    return dims or (0,) * len(outputs[0])
 
 
 def batch_dims_of(

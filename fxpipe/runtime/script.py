@@ -128,6 +128,7 @@ class ScriptPipeline:
             loss=LossPlace.INSIDE if first.has_loss else LossPlace.NOWHERE,
             loss_reduction=first.loss_reduction,
             layout_of=first.layout_of,
+            output_dims=lambda _: first.output_dims,
         )
 
     def step(self, *inputs: Tensor, target: Any = None) -> StepResult:

@@ -45,6 +45,8 @@ class Script:
         loss: the loss, on the rank of the last stage; None elsewhere, and where none is computed.
         step: calls ``p.F(stage, microbatch)`` and so on, in the order of the rank's actions.
         stages: the stages of this rank, from their modules.
+        output_dims: the dimension of the rows of each leaf of the model's output, None where it has
+            none; empty: 0 for all.
     """
 
     emission: str
@@ -64,6 +66,7 @@ class Script:
     loss: Callable[..., Any] | None
     step: Callable[[Any], None]
     stages: Callable[[Mapping[int, nn.Module]], Sequence[Stage]]
+    output_dims: tuple[int | None, ...] = ()
 
     @property
     def program(self) -> tuple[Action, ...]:

@@ -66,6 +66,8 @@ class Stepper:
         loss: who computes the loss.
         loss_reduction: ``"mean"`` or ``"sum"``.
         layout_of: the layout of a microbatch, from its inputs.
+        output_dims: the dimension of the rows of each leaf of the model's output, None where it has
+            none, from the inputs of a microbatch; called where the last stage is.
     """
 
     def __init__(
@@ -80,11 +82,13 @@ class Stepper:
         loss: LossPlace,
         loss_reduction: str,
         layout_of: Callable[[Sequence[Tensor]], Layout],
+        output_dims: Callable[[Sequence[Tensor]], Sequence[int | None]],
     ) -> None:
         self._driver, self._executors, self._tied = driver, executors, tied
         self._inputs, self._microbatches = inputs, microbatches
         self._last_rank, self._loss_place = last_rank, loss
         self._loss_reduction, self._layout_of = loss_reduction, layout_of
+        self._output_dims = output_dims
         self._last = next((e for e in executors if e.rank == last_rank), None)
         self._forwards = 0
 
@@ -119,7 +123,7 @@ class Stepper:
         self._drive(timing, goes_on=False)
         with self._driver.together():
             self._tied.finish()
-            leaves = self._leaves(weights)
+            leaves = self._leaves(feed.batch[0], weights)
             return self._loss(weights), self._on_every_rank(leaves) if everywhere else leaves
 
     def forward(
@@ -138,13 +142,13 @@ class Stepper:
         self._drive(timing, goes_on=False)
         self._forwards += 1
         with self._driver.together():
-            leaves = self._on_every_rank(self._leaves(feed.weights))
-        return leaves, functools.partial(self._backward, self._forwards, feed.weights, timing)
+            leaves = self._on_every_rank(self._leaves(feed.batch[0], feed.weights))
+        return leaves, functools.partial(self._backward, self._forwards, feed, timing)
 
     def _backward(
         self,
         number: int,
-        weights: Sequence[float],
+        feed: Feed,
         timing: Timing,
         gradients: Sequence[Tensor | None],
     ) -> None:
@@ -158,7 +162,8 @@ class Stepper:
         for executor in self._executors:
             pieces: Sequence[Sequence[Tensor | None]] = ()
             if executor is self._last:
-                pieces = split_gradients(gradients, executor.model_outputs, weights)
+                dims = self._output_dims(feed.batch[0])
+                pieces = split_gradients(gradients, executor.model_outputs, feed.weights, dims)
             executor.resume(pieces)
         self._drive(timing, goes_on=True)
         with self._driver.together():
@@ -166,19 +171,28 @@ class Stepper:
 
     def _feed(self, batch: Sequence[Tensor], target: Any) -> Feed:
         rows, count = self._inputs.rows(batch), self._microbatches
-        pieces = self._inputs.split(batch, count)
-        weights = loss_weights(piece_rows(rows, count), self._loss_reduction)
+        pieces, rows_of = self._inputs.split(batch, count), piece_rows(rows, count)
+        weights = loss_weights(rows_of, self._loss_reduction)
         inside = self._loss_place is LossPlace.INSIDE
         targets = split_target(target, rows, count) if inside else ()
-        return Feed(pieces, targets, weights, [self._layout_of(piece) for piece in pieces])
+        # pieces of one batch with as many rows have the same shapes: two layouts at most
+        layouts = {n: self._layout_of(pieces[rows_of.index(n)]) for n in set(rows_of)}
+        return Feed(pieces, targets, weights, [layouts[n] for n in rows_of])
 
     def _drive(self, timing: Timing, *, goes_on: bool) -> None:
-        with torch.enable_grad(), _restored_autocast(), timing(goes_on):
+        with torch.enable_grad(), restored_autocast(), timing(goes_on):
             self._driver.run(self._executors)
 
-    def _leaves(self, weights: Sequence[float]) -> list[Any] | None:
-        """The leaves of the output of the batch; None where the last stage is not."""
-        return None if self._last is None else merge_leaves(self._last.model_outputs, weights)
+    def _leaves(self, piece: Sequence[Tensor], weights: Sequence[float]) -> list[Any] | None:
+        """The leaves of the output of the batch; None where the last stage is not.
+
+        Args:
+            piece: inputs of a microbatch.
+            weights: what each microbatch counts.
+        """
+        if self._last is None:
+            return None
+        return merge_leaves(self._last.model_outputs, weights, self._output_dims(piece))
 
     def _on_every_rank(self, leaves: list[Any] | None) -> list[Any]:
         if self._driver.is_whole:
@@ -207,7 +221,7 @@ class Stepper:
 
 
 @contextlib.contextmanager
-def _restored_autocast() -> Iterator[None]:
+def restored_autocast() -> Iterator[None]:
     """Leaves autocast as it was, also where a region was entered and its stage then failed."""
     before = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST]
     try:

@@ -69,16 +69,15 @@ class Assignments:
     def _assign(self, attribute: str, buffer: Tensor, value: Any) -> None:
         name = self._tracer.state.name_of(buffer)
         held = value.value if isinstance(value, ValueProxy) else value
-        if not isinstance(held, Tensor) or name is None:
-            raise UntraceableError(f"sets its buffer {attribute!r} to {held!r} in its forward")
+        assert name is not None  # it is the fake of one of the model's
+        check_assigned(attribute, buffer, held)
         if held is buffer:
             return  # self.n += 1: written in place already
-        if (held.shape, held.dtype, held.device) != (buffer.shape, buffer.dtype, buffer.device):
-            raise UntraceableError(
-                f"sets its buffer {attribute!r} to a tensor of another shape, dtype or device"
-            )
-        proxy = value if isinstance(value, ValueProxy) else self._tracer.attribute(value)
-        self.values[name] = proxy
+        self.note(name, value if isinstance(value, ValueProxy) else self._tracer.attribute(value))
+
+    def note(self, name: str, value: ValueProxy) -> None:
+        """Notes that the buffer with this name is to have this value in the end."""
+        self.values[name] = value
         self._places[name] = self._tracer.place()
 
     def write_back(self) -> None:
@@ -96,6 +95,20 @@ class Assignments:
             for node in (value.node, copy.node):
                 set_source(node, self._places[name][0])
                 set_module_path(node, self._places[name][1])
+
+
+def check_assigned(attribute: str, buffer: Tensor, value: Any) -> None:
+    """Checks that what is assigned to a buffer can be copied into it.
+
+    Raises:
+        UntraceableError: it cannot.
+    """
+    if not isinstance(value, Tensor):
+        raise UntraceableError(f"sets its buffer {attribute!r} to {value!r} in its forward")
+    if (value.shape, value.dtype, value.device) != (buffer.shape, buffer.dtype, buffer.device):
+        raise UntraceableError(
+            f"sets its buffer {attribute!r} to a tensor of another shape, dtype or device"
+        )
 
 
 def _let_readers_clone(read: fx.Node) -> None:
@@ -123,8 +136,13 @@ def refuse_leaks(changes: list[Change]) -> None:
     """
     for change in changes:
         if proxies_in(change.value):
-            raise UntraceableError(
-                f"keeps a tensor in its attribute {str(change)!r}, which no graph can set",
-                "register it as a buffer of the same shape, or return it from the forward",
-            )
+            raise leak(change)
         log.debug("attribute=%s set in forward; a run of the graph leaves it alone", change)
+
+
+def leak(change: Change) -> UntraceableError:
+    """What is wrong with an attribute that was set to a tensor."""
+    return UntraceableError(
+        f"keeps a tensor in its attribute {str(change)!r}, which no graph can set",
+        "register it as a buffer of the same shape, or return it from the forward",
+    )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,13 +22,22 @@ class Unknown(Exception):  # noqa: N818 - an answer, not an error
 
 
 class Folder:
-    """Runs nodes for real, each once."""
+    """Runs nodes for real, each once.
 
-    def __init__(self) -> None:
+    Args:
+        look: gives the fake value of a node, and of a size the size itself.
+        after_trace: the nodes asked for were known during the trace: what is written, is written
+            after they were asked for.
+    """
+
+    def __init__(
+        self, look: Callable[[fx.Node], Any] = value_of, *, after_trace: bool = False
+    ) -> None:
+        self._look, self._after_trace = look, after_trace
         self._known: dict[fx.Node, Any] = {}
 
     def value(self, node: fx.Node) -> Any:
-        """What the node gives for the example's sizes.
+        """What the node gives for the sizes that `look` gives.
 
         Raises:
             Unknown: sizes do not tell.
@@ -37,11 +47,12 @@ class Folder:
         return self._known[node]
 
     def _run(self, node: fx.Node) -> Any:
-        value = value_of(node)
+        value = self._look(node)
         if not isinstance(value, (Tensor, tuple, list, dict)) or isinstance(value, torch.Size):
             return value  # a size: what it was computed from has been looked at by then
         written = any(node.name in mutates_of(user) for user in node.users)
-        if written or mutates_of(node) or updates_buffers(node) or is_random(node):
+        acts = written or mutates_of(node) or updates_buffers(node) or is_random(node)
+        if acts and not self._after_trace:
             raise Unknown
         if isinstance(value, Tensor) and value.numel() > _MAX_ELEMENTS:
             raise Unknown

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from fxpipe.errors import OptionError, TraceError
+from fxpipe.trace.exported import trace_by_export
 from fxpipe.trace.symbolic import trace_symbolically
 from fxpipe.trace.traced import Traced
 
@@ -15,8 +17,10 @@ FrontEnd = Callable[
     [nn.Module, Sequence[Any], Mapping[str, Any], Sequence[str | type[nn.Module]]], Traced
 ]
 
-FRONT_ENDS: tuple[FrontEnd, ...] = (trace_symbolically,)
+FRONT_ENDS: tuple[FrontEnd, ...] = (trace_symbolically, trace_by_export)
 """In the order in which they are tried; each raises `TraceError` where it cannot."""
+
+_SHOWN = 120  # characters of the error of a front end that was tried in vain
 
 
 def trace(
@@ -35,7 +39,8 @@ def trace(
         leaf_modules: FQNs or classes of modules to keep as one node each.
 
     Raises:
-        TraceError: no front end can capture it; the error is that of the first.
+        TraceError: no front end can capture it; the error is that of the first, and its hint names
+            that of the others.
         InputError: the arguments do not bind to the model's forward.
         OptionError: `leaf_modules` names no module.
     """
@@ -50,7 +55,18 @@ def trace(
     failures: list[TraceError] = []
     for front_end in FRONT_ENDS:
         try:
-            return front_end(model, args, kwargs, leaf_modules)
+            traced = front_end(model, args, kwargs, leaf_modules)
         except TraceError as error:
             failures.append(error)
-    raise failures[0]
+            continue
+        reasons = [f"fx: {failures[0].problem}"] if failures else []
+        return dataclasses.replace(traced, why="; ".join(filter(None, [*reasons, traced.why])))
+    first, *others = failures
+    tried = "; ".join(f"torch.export cannot take it either: {_short(e.problem)}" for e in others)
+    raise TraceError(
+        first.problem, at=first.at, hint="; ".join(filter(None, [first.hint, tried]))
+    ) from (first.__cause__ or first)
+
+
+def _short(problem: str) -> str:
+    return problem if len(problem) <= _SHOWN else f"{problem[:_SHOWN].rstrip()}..."

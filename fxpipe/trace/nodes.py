@@ -53,15 +53,18 @@ def annotate_effects(node: fx.Node, outcome: Outcome, named: Sequence[tuple[str,
         notes.set_result_is(node, next(returned, None))
 
 
-def erase_unread(graph: fx.Graph, unpacked: Collection[fx.Node]) -> None:
-    """Erases unread parameters, items that were unpacked for nobody, and sizes read for a branch.
+def erase_unread(graph: fx.Graph, unpacked: Collection[fx.Node], guarded: Collection[str]) -> None:
+    """Erases unread parameters, items that were unpacked for nobody, and sizes nobody looked at.
 
     Args:
         graph: as it was traced.
         unpacked: nodes that the tracer made to take containers apart.
+        guarded: names of nodes whose value Python was given.
     """
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output", "call_module"):
+            continue
+        if node.name in guarded:
             continue
         value = notes.value_of(node)
         acts = notes.mutates_of(node) or notes.updates_buffers(node) or notes.is_random(node)

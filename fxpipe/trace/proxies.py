@@ -67,7 +67,7 @@ class ValueProxy(fx.Proxy):
             value = self.tracer.known(self)
             if value is None:
                 raise UntraceableError(f"{what} the value of a tensor")
-        self.tracer.note_branch()
+        self.tracer.guard(self.node, value)
         return value
 
     def __bool__(self) -> bool:
@@ -90,16 +90,16 @@ class ValueProxy(fx.Proxy):
 
     def __hash__(self) -> int:
         # a size must find itself in a dictionary; a tensor hashes by identity, as in eager code
-        return id(self) if isinstance(self.value, Tensor) else hash(self.value)
+        return id(self) if isinstance(self.value, Tensor) else hash(self.concrete("hashes"))
 
     def __len__(self) -> int:
         if isinstance(self.value, Tensor):
-            self.tracer.note_branch()
+            self.tracer.guard_length(self)
         return len(self.value)
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.value, Tensor):
-            self.tracer.note_branch()
+            self.tracer.guard_length(self)
         items = range(len(self.value))
         return iter(
             [self.tracer.record("call_function", operator.getitem, (self, i), {}) for i in items]

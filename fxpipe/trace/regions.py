@@ -4,6 +4,8 @@ An autocast block becomes a node that opens it and one that closes it; what swit
 and on becomes a node; a custom ``autograd.Function`` becomes one node, since fx would record its
 forward and lose its backward; the nodes of an activation checkpoint are marked with its number.
 Regions that no node stands for are refused.
+
+torch.export keeps the first two kinds by itself, and would lose the others without a word.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.attention
@@ -42,6 +44,26 @@ def regions_recorded(tracer: ValueTracer) -> Iterator[None]:
         _checkpoints_marked(tracer),
         _others_refused(tracer),
     ):
+        yield
+
+
+class Recorder(Protocol):
+    """Whoever captures a model: a tracer, or a run of torch.export."""
+
+    @property
+    def busy(self) -> int:
+        """Not 0 while what runs is no code of the model's that is captured."""
+        ...
+
+    def checkpoint_region(self) -> contextlib.AbstractContextManager[None]:
+        """Marks the nodes made inside as one activation checkpoint region."""
+        ...
+
+
+@contextlib.contextmanager
+def regions_exported(recorder: Recorder) -> Iterator[None]:
+    """While inside, checkpoint regions are marked, and what torch.export would lose is refused."""
+    with _functions_refused(recorder), _checkpoints_marked(recorder), _others_refused(recorder):
         yield
 
 
@@ -98,29 +120,48 @@ def _functions_recorded(tracer: ValueTracer) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _functions_refused(recorder: Recorder) -> Iterator[None]:
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            run, _, *inputs = args
+            with recorder.checkpoint_region():
+                return run(*inputs)
+        if torch.is_grad_enabled() and not recorder.busy:
+            raise UntraceableError(
+                f"calls the autograd.Function {cls.__name__}, whose backward torch.export loses"
+            )
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    with _replaced(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
 def _snake(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
 
 
 @contextlib.contextmanager
-def _checkpoints_marked(tracer: ValueTracer) -> Iterator[None]:
+def _checkpoints_marked(recorder: Recorder) -> Iterator[None]:
     def without_reentry(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with tracer.checkpoint_region():
+        with recorder.checkpoint_region():
             yield
 
     with contextlib.ExitStack() as stack:
         for name in CHECKPOINT_GENERATORS:
             original = getattr(torch.utils.checkpoint, name)
-            chosen = _outside_leaves(tracer, original, without_reentry)
+            chosen = _outside_leaves(recorder, original, without_reentry)
             stack.enter_context(_replaced(torch.utils.checkpoint, name, chosen))
         yield
 
 
 def _outside_leaves(
-    tracer: ValueTracer, original: Callable[..., Any], replacement: Callable[..., Any]
+    recorder: Recorder, original: Callable[..., Any], replacement: Callable[..., Any]
 ) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
-        return (original if tracer.busy else replacement)(*args, **kwargs)
+        return (original if recorder.busy else replacement)(*args, **kwargs)
 
     return choose
 
@@ -136,12 +177,12 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
 
 
 @contextlib.contextmanager
-def _others_refused(tracer: ValueTracer) -> Iterator[None]:
+def _others_refused(recorder: Recorder) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, problem, hint in _REFUSED:
             original = getattr(owner, name)
             refuse = _refusal(UntraceableError(f"{problem} in its forward", hint))
-            chosen = _outside_leaves(tracer, original, refuse)
+            chosen = _outside_leaves(recorder, original, refuse)
             stack.enter_context(_replaced(owner, name, chosen))
         yield
 

@@ -11,18 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _NOT_THE_USERS = (
-    os.path.dirname(torch.__file__) + os.sep,
+    _TORCH,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     "<",  # code made at run time: <string>, <eval_with_key>
 )
+_COMPILERS = tuple(
+    os.path.join(_TORCH, package) + os.sep
+    for package in ("_export", "_functorch", "_higher_order_ops", "_subclasses", "fx")
+)
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def is_users(code: CodeType) -> bool:
-    """Whether code is outside torch, fxpipe and Python. torchvision and the like are the user's."""
-    path = code.co_filename
+def is_users(path: str) -> bool:
+    """Whether a file is not of torch, fxpipe or Python. torchvision and the like are the user's."""
     if path.startswith(_STANDARD_LIBRARY) and not any(name in path for name in _INSTALLED):
         return False
     return not path.startswith(_NOT_THE_USERS)
@@ -40,10 +45,27 @@ def current_line(stop: CodeType) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not stop:
         code = frame.f_code
-        if is_users(code):
-            return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        if is_users(code.co_filename):
+            return _short(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
     return ""
+
+
+def _short(path: str, line: int | str, function: str) -> str:
+    return f"{os.path.basename(path)}:{line} in {function}"
+
+
+def inside_compiler() -> bool:
+    """Whether what runs was called by torch's own compilers, not by the user's code or a layer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_users(path) or path.startswith(_LAYERS):
+            return False
+        if path.startswith(_COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Place(NamedTuple):
@@ -62,7 +84,7 @@ def place_of(traceback: TracebackType | None, stop: CodeType) -> Place:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module):
                 module = owner
-            if is_users(code):
+            if is_users(code.co_filename):
                 text = linecache.getline(code.co_filename, traceback.tb_lineno).strip()
                 line = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}: {text}"
         inside = inside or code is stop

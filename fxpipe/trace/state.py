@@ -68,7 +68,7 @@ class FakeState:
                 hint="call the model once before it is compiled",
             )
         if real.device == self._device:
-            return self._mode.from_tensor(real)
+            return self._mode.from_tensor(real, static_shapes=True)
         fake = self._empty_like(real, self._device)
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, real.requires_grad)
@@ -102,8 +102,12 @@ class FakeState:
         """The fake tensor with this name."""
         return self._by_name[name]
 
-    def install(self) -> None:
-        """Puts the fakes into the model's modules; notes every attribute as it is."""
+    def install(self, *, attributes: bool = False) -> None:
+        """Puts the fakes into the model's modules; notes every attribute as it is.
+
+        Args:
+            attributes: also in place of tensors that are plain attributes.
+        """
         for prefix, module in self._modules.items():
             parameters, buffers = state_of(module)
             owned = (vars(module), parameters, buffers)
@@ -115,10 +119,14 @@ class FakeState:
                 for key, value in tensors.items():
                     if value is not None:
                         tensors[key] = self._fakes[id(value)]  # type: ignore[assignment]
+            if attributes:
+                for key, value in list(vars(module).items()):
+                    if isinstance(value, Tensor):
+                        module.__dict__[key] = self._fakes[id(value)]
 
     def restore(self) -> list[Change]:
         """Gives every module what it had. Returns the attributes that the code had changed."""
-        changes = list(self._changes())
+        changes = [*self.changed_attributes(), *self._new_state()]
         for _, module, saved in self._saved:
             owned: tuple[dict[str, Any], ...] = (vars(module), *state_of(module))
             for now, then in zip(owned, saved, strict=True):
@@ -129,20 +137,34 @@ class FakeState:
             held.extend(then) if isinstance(held, list) else held.update(then)
         return changes
 
-    def _changes(self) -> Iterator[Change]:
+    def changed_attributes(self) -> Iterator[Change]:
+        """What the code has set so far, besides parameters and buffers."""
         for prefix, module, (attributes, *_) in self._saved:
             for key, value in vars(module).items():
                 if key not in attributes or attributes[key] is not value:
                     yield Change(prefix, key, value)
-            for tensors in state_of(module):  # what register_buffer put there
-                for key, value in tensors.items():
-                    if value is not None and id(value) not in self._names:
-                        yield Change(prefix, key, value)
         for name, held, then in self._contents:
             if type(held) is list and not _same_items(held, then):
                 yield Change("", name.removeprefix("."), held.copy())
             if type(held) is dict and not _same_items(list(held.values()), list(then.values())):
                 yield Change("", name.removeprefix("."), held.copy())
+
+    def registered(self) -> Iterator[Change]:
+        """Parameters and buffers that the code has added so far."""
+        for prefix, module, (_, parameters, buffers) in self._saved:
+            now: dict[str, Any] = {}
+            for tensors in state_of(module):
+                now.update(tensors)
+            for key in now.keys() - parameters.keys() - buffers.keys():
+                yield Change(prefix, key, now[key])
+
+    def _new_state(self) -> Iterator[Change]:
+        """Parameters and buffers that are not those of the model."""
+        for prefix, module, _ in self._saved:
+            for tensors in state_of(module):
+                for key, value in tensors.items():
+                    if value is not None and id(value) not in self._names:
+                        yield Change(prefix, key, value)
 
 
 def _same_items(one: list[Any], other: list[Any]) -> bool:

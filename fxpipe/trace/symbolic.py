@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -32,20 +33,20 @@ def trace_symbolically(
     """
     binder = InputBinder(model)
     bound = binder.bind(args, kwargs)
-    tracer = ValueTracer(model, _device_for(model, bound), leaves)
+    tracer = ValueTracer(model, device_for(model, bound), leaves)
     graph = _capture(tracer, binder, bound, args, kwargs)
-    module = _graph_module(model, graph, tracer.state.constants)
+    module = graph_module(model, graph, tracer.state.constants)
     assert tracer.output is not None
     return Traced(
         module=module,
         inputs=InputSpec(binder, tracer.placeholders, without_data(bound)),
         output=tracer.output,
         front_end="fx",
-        branches=tuple(tracer.branches),
+        guards=tuple(tracer.guards.values()),
     )
 
 
-def _device_for(model: nn.Module, bound: BoundInputs) -> torch.device:
+def device_for(model: nn.Module, bound: BoundInputs) -> torch.device:
     """The device the graph will run on, as far as can be told: the inputs', then the model's."""
     for tensor in (*bound.tensors, *model.parameters(), *model.buffers()):
         if not tensor.is_meta:
@@ -68,20 +69,27 @@ def _capture(
         raise
     # the model's own code ran: whatever it raises is the reason why there is no graph
     except Exception as error:
-        raise _explained(tracer, error) from error
+        raise explained(tracer.model, error, ValueTracer.run_model.__code__) from error
     finally:
         changes = tracer.state.restore()
     try:
         refuse_leaks(changes)
     except UntraceableError as error:
-        raise _explained(tracer, error) from None
+        raise explained(tracer.model, error, ValueTracer.run_model.__code__) from None
     return graph
 
 
-def _explained(tracer: ValueTracer, error: Exception) -> TraceError:
-    place = place_of(error.__traceback__, ValueTracer.run_model.__code__)
-    module = place.module or tracer.model
-    fqn = next((name for name, m in tracer.model.named_modules() if m is module), "")
+def explained(model: nn.Module, error: Exception, called_by: CodeType) -> TraceError:
+    """What the model's code raised, with the module and the line that did.
+
+    Args:
+        model: the model.
+        error: what left it.
+        called_by: code of the function that called the model.
+    """
+    place = place_of(error.__traceback__, called_by)
+    module = place.module or model
+    fqn = next((name for name, m in model.named_modules() if m is module), "")
     subject = f"{type(module).__name__} ({fqn})" if fqn else type(module).__name__
     way_out = f"keep the module as one node with leaf_modules=[{fqn!r}], or " if fqn else ""
     if isinstance(error, UntraceableError):
@@ -94,7 +102,7 @@ def _explained(tracer: ValueTracer, error: Exception) -> TraceError:
     return TraceError(f"{subject} failed while it was traced: {reason}", at=place.line, hint=hint)
 
 
-def _graph_module(
+def graph_module(
     model: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]
 ) -> fx.GraphModule:
     """A module for the graph; shares what the graph names with the model, in the model's order."""

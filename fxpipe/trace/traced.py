@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.annotations import value_of
+from fxpipe.trace.guards import Guard
 from fxpipe.trace.inputs import InputSpec
 from fxpipe.tree import TreeSpec
 
@@ -24,16 +25,18 @@ class Traced:
         module: its output node is the flat tuple of the result's leaves, nodes and constants.
         inputs: how a batch becomes the tensors that `module` takes.
         output: the structure of the model's result.
-        front_end: the way it was captured: ``"fx"``.
-        branches: the user's lines that took the way the example's sizes say. If there are any, the
-            graph is known to be right only for batches of the same sizes.
+        front_end: the way it was captured: ``"fx"`` or ``"export"``.
+        guards: what Python code saw of the example's sizes. Their nodes are in `module`, where
+            nothing may read them. The graph is right for batches for which all of them hold.
+        why: why a better front end could not capture it; empty if the best could.
     """
 
     module: fx.GraphModule
     inputs: InputSpec
     output: TreeSpec
     front_end: str
-    branches: tuple[str, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    why: str = ""
 
     @property
     def needs_gradient(self) -> tuple[bool, ...]:

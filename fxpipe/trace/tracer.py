@@ -20,6 +20,7 @@ from fxpipe.ir import annotations as notes
 from fxpipe.trace.assignments import Assignments
 from fxpipe.trace.evaluate import Evaluator, Outcome
 from fxpipe.trace.fold import Folder, Unknown
+from fxpipe.trace.guards import Guard, plain_value
 from fxpipe.trace.inputs import BoundInputs, InputBinder, Placeholder, paths_of, placeholder_names
 from fxpipe.trace.nodes import annotate_effects, erase_unread, holds, snapshot, tensors_of
 from fxpipe.trace.proxies import UntraceableError, ValueProxy, map_values, proxies_in
@@ -44,6 +45,9 @@ _NUMBERS = (int, float, complex, torch.Size)
 # part of the number of dimensions and the dtype, for which a graph is made anyhow
 _FIXED = frozenset({"ndim", "dim", "ndimension", "itemsize", "element_size"})
 
+# truth values about a tensor that depend on its sizes or strides
+_ASKS_SIZES = frozenset({"is_contiguous", "is_same_size"})
+
 
 class ValueTracer(fx.Tracer):
     """Traces one model, once.
@@ -60,7 +64,7 @@ class ValueTracer(fx.Tracer):
         super().__init__()
         self.model, self.device = model, device
         self.busy = 0
-        self.branches: dict[str, None] = {}  # lines, in order
+        self.guards: dict[str, Guard] = {}  # by node, in order
         self.output: TreeSpec | None = None
         self.placeholders: tuple[Placeholder, ...] = ()
         self.unpacked: set[fx.Node] = set()
@@ -70,7 +74,7 @@ class ValueTracer(fx.Tracer):
         self.state = FakeState(model, self._mode, device)
         self._evaluate = Evaluator(self._mode, self.state)
         self._attributes: dict[str, ValueProxy] = {}
-        self._assignments = Assignments(self)
+        self.assignments = Assignments(self)
         self._regions = Regions()
         self._folder = Folder()
 
@@ -82,18 +86,18 @@ class ValueTracer(fx.Tracer):
         kwargs: Mapping[str, Any],
     ) -> fx.Graph:
         """The graph of ``model(*args, **kwargs)``, whose state must be installed."""
-        self._call = (binder, bound, args, kwargs)
+        self.arguments = (binder, bound, args, kwargs)
         with (
             torch.enable_grad(),
             type_checks_see_values(self.model),
             factories_take_proxies(),
             compat.wrapped_functions_made_by(recorded),
             regions_recorded(self),
-            self._assignments.watched(),
+            self.assignments.watched(),
             TorchCalls(self),
         ):
             graph = self.trace(self.model)
-        erase_unread(graph, self.unpacked)
+        erase_unread(graph, self.unpacked, self.guards)
         compat.forget_tracer(graph)
         return graph
 
@@ -105,15 +109,16 @@ class ValueTracer(fx.Tracer):
 
     def run_model(self) -> tuple[Any, ...]:
         """Calls the model on proxies. Returns the leaves of its result."""
-        binder, bound, args, kwargs = self._call
-        arguments = bound.structure.unflatten(self._make_placeholders(bound))
+        binder, bound, args, kwargs = self.arguments
+        arguments = bound.structure.unflatten(self.make_placeholders(bound))
         args, kwargs = binder.call_form(arguments, args, kwargs)
         result = self.model(*args, **kwargs)
-        self._assignments.write_back()
+        self.assignments.write_back()
         leaves, self.output = flatten(result)
-        return tuple(self._output_leaf(leaf) for leaf in leaves)
+        return tuple(map(output_leaf, leaves))
 
-    def _make_placeholders(self, bound: BoundInputs) -> list[Any]:
+    def make_placeholders(self, bound: BoundInputs) -> list[Any]:
+        """The leaves of the batch, with a proxy for each tensor."""
         values, made = [], []
         names, paths = placeholder_names(bound.structure), paths_of(bound.structure)
         for leaf, (parameter, name), path in zip(bound.leaves, names, paths, strict=True):
@@ -129,16 +134,6 @@ class ValueTracer(fx.Tracer):
             values.append(ValueProxy(node, self, fake))
         self.placeholders = tuple(made)
         return values
-
-    def _output_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, (*CONSTANTS, Tensor, ValueProxy, torch.Size)):
-            return leaf
-        name = type(leaf).__name__
-        cache = "pass use_cache=False, or " if name.endswith("Cache") else ""
-        raise UntraceableError(
-            f"returns a {name}, which is neither a tensor, a constant nor a known container",
-            f"{cache}return tensors in lists, dicts, tuples or dataclasses",
-        )
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if not module_qualified_name:
@@ -183,7 +178,7 @@ class ValueTracer(fx.Tracer):
         source, path = self.place()
         notes.set_source(node, source)
         notes.set_module_path(node, path)
-        if (region := self._regions.current) is not None:
+        if (region := self.current_region) is not None:
             notes.set_checkpoint_region(node, region)
         return node
 
@@ -206,6 +201,11 @@ class ValueTracer(fx.Tracer):
         finally:
             self.busy -= 1
 
+    @property
+    def current_region(self) -> int | None:
+        """Number of the activation checkpoint region that nodes are made in."""
+        return self._regions.current
+
     def checkpoint_region(self) -> contextlib.AbstractContextManager[None]:
         """Marks the nodes made inside as one activation checkpoint region."""
         return self._regions.opened()
@@ -215,9 +215,16 @@ class ValueTracer(fx.Tracer):
         path = tuple((fqn, cls.__name__) for fqn, cls in self.module_stack.values())
         return current_line(ValueTracer.run_model.__code__), path
 
-    def note_branch(self) -> None:
-        """Notes the user's line: it went the way that the sizes of the example say."""
-        self.branches[self.place()[0]] = None
+    def guard(self, node: fx.Node, value: Any) -> None:
+        """Notes that Python was given this value of the node, which the example's sizes made."""
+        if node.name not in self.guards:
+            self.guards[node.name] = Guard(node.name, plain_value(value), self.place()[0])
+
+    def guard_length(self, proxy: ValueProxy) -> None:
+        """Notes that Python was given the length of a tensor."""
+        length = self.record("call_method", "size", (proxy, 0), {})
+        if isinstance(length, ValueProxy):
+            self.guard(length.node, length.value)
 
     def known(self, proxy: ValueProxy) -> Any:
         """What the proxy stands for if sizes alone decide it, else None."""
@@ -262,19 +269,22 @@ class ValueTracer(fx.Tracer):
         found = proxies_in((args, kwargs))
         named = self._named_tensors(found, (args, kwargs))
         if target in ("item", "tolist") and (known := self.known(args[0])) is not None:
-            self.note_branch()
+            self.guard(args[0].node, known)
             return getattr(known, target)()
         outcome = self._run(kind, target, args, kwargs, named)
         attribute = args[1] if target is getattr else target
-        if outcome.pure and not self._needs_node(attribute, outcome.value, found):
+        is_truth = outcome.pure and _is_truth_of_sizes(attribute, outcome.value, found)
+        if outcome.pure and not (is_truth or _needs_node(attribute, outcome.value, found)):
             return outcome.value
         node = self.create_node(
             kind, target, self.create_arg(args), self.create_arg(kwargs), name=name
         )
         self._annotate_value(node, outcome.value)
         annotate_effects(node, outcome, named)
-        if outcome.value is None:
-            return None
+        if is_truth:
+            self.guard(node, outcome.value)
+        if is_truth or outcome.value is None:
+            return outcome.value
         return self._spread(ValueProxy(node, self, outcome.value))
 
     def _run(
@@ -300,17 +310,6 @@ class ValueTracer(fx.Tracer):
         """Node name and fake of each tensor that a call is given, also of the model's own."""
         own = [self.attribute(x) for x in flatten(arguments)[0] if isinstance(x, Tensor)]
         return [(p.node.name, t) for p in (*found, *own) for t in tensors_of(p.value)]
-
-    def _needs_node(self, target: Any, value: Any, found: Sequence[ValueProxy]) -> bool:
-        if value is None:
-            return target not in ("grad", "grad_fn")
-        if holds(value, Tensor):
-            return True
-        sizes = any(not isinstance(proxy.value, Tensor) for proxy in found)
-        if holds(value, bool) and sizes:
-            self.note_branch()
-        fixed = target in _FIXED or all(proxy.node.op == "get_attr" for proxy in found)
-        return holds(value, _NUMBERS) and not fixed
 
     def _annotate_value(self, node: fx.Node, value: Any) -> None:
         # detached: as it is now, and without the history of the whole model behind it
@@ -347,7 +346,7 @@ class ValueTracer(fx.Tracer):
                 )
             with self.quiet():
                 name = self.state.lift(tensor)
-        assigned = self._assignments.values.get(name)
+        assigned = self.assignments.values.get(name)
         return assigned if assigned is not None else self.read_attribute(name)
 
     def read_attribute(self, name: str) -> ValueProxy:
@@ -363,6 +362,44 @@ class ValueTracer(fx.Tracer):
         if isinstance(leaf, ValueProxy):
             return leaf.value
         return self.attribute(leaf).value if isinstance(leaf, Tensor) else leaf
+
+
+def output_leaf(leaf: Any) -> Any:
+    """A leaf of the model's result, if a graph can return it.
+
+    Raises:
+        UntraceableError: it cannot.
+    """
+    if isinstance(leaf, (*CONSTANTS, Tensor, ValueProxy, torch.Size)):
+        return leaf
+    name = type(leaf).__name__
+    cache = "pass use_cache=False, or " if name.endswith("Cache") else ""
+    raise UntraceableError(
+        f"returns a {name}, which is neither a tensor, a constant nor a known container",
+        f"{cache}return tensors in lists, dicts, tuples or dataclasses",
+    )
+
+
+def _needs_node(target: Any, value: Any, found: Sequence[ValueProxy]) -> bool:
+    """Whether a result without effects is part of the graph; if not, it is what it is."""
+    if value is None:
+        return target not in ("grad", "grad_fn")
+    if holds(value, Tensor):
+        return True
+    fixed = target in _FIXED or _of_attributes(found)
+    return holds(value, _NUMBERS) and not fixed
+
+
+def _is_truth_of_sizes(target: Any, value: Any, found: Sequence[ValueProxy]) -> bool:
+    """Whether a result is a truth value that other sizes might change."""
+    if not isinstance(value, bool) or _of_attributes(found):
+        return False
+    return target in _ASKS_SIZES or any(not isinstance(p.value, Tensor) for p in found)
+
+
+def _of_attributes(found: Sequence[ValueProxy]) -> bool:
+    """Whether a call is given parameters and buffers alone, whose sizes never change."""
+    return all(proxy.node.op == "get_attr" for proxy in found)
 
 
 def _node_name(function_name: str) -> str | None:

@@ -1,6 +1,7 @@
-"""Lets ``isinstance`` and ``type`` in the model's code see the value behind a proxy.
+"""Lets ``isinstance`` and ``type`` in the model's code see the value behind what stands for it.
 
-Without it, ``isinstance(x, torch.Tensor)`` takes the branch for no tensor, and nobody is told.
+Without it, ``isinstance(x, torch.Tensor)`` takes the branch for no tensor where x is a proxy, and
+``isinstance(n, int)`` that for no number where n is a size of torch.export; and nobody is told.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.compat import FakeTensor, no_fake_mode
 from fxpipe.trace.proxies import ValueProxy
+
+_STAND_INS = (ValueProxy, FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @contextlib.contextmanager
@@ -45,19 +49,20 @@ def type_checks_see_values(model: nn.Module) -> Iterator[None]:
 def _type(obj: object, *rest: Any, **keywords: Any) -> Any:
     if rest:
         return builtins.type(obj, *rest, **keywords)
-    if builtins.isinstance(obj, ValueProxy):
+    if builtins.isinstance(obj, _STAND_INS):
         return builtins.type(_as_seen_by_the_user(obj))
     return builtins.type(obj)
 
 
 def _isinstance(obj: object, classes: Any) -> bool:
     classes = _without_our_type(classes)
-    if not builtins.isinstance(obj, ValueProxy):
-        return builtins.isinstance(obj, classes)
-    if builtins.isinstance(_as_seen_by_the_user(obj), classes):
+    if builtins.isinstance(obj, _STAND_INS) and builtins.isinstance(
+        _as_seen_by_the_user(obj), classes
+    ):
         return True
     # libraries ask for a proxy to learn whether they may look at the data
-    return builtins.isinstance(obj, classes) and obj.tracer.known(obj) is None
+    hides_data = not builtins.isinstance(obj, ValueProxy) or obj.tracer.known(obj) is None
+    return builtins.isinstance(obj, classes) and hides_data
 
 
 def _without_our_type(classes: Any) -> Any:
@@ -66,16 +71,28 @@ def _without_our_type(classes: Any) -> Any:
     return builtins.type if classes is _type else classes
 
 
-def _as_seen_by_the_user(proxy: ValueProxy) -> Any:
+def _as_seen_by_the_user(obj: Any) -> Any:
     """The value, or for a fake tensor an empty one of the class that it is a fake of."""
-    value = proxy.value
-    if not builtins.isinstance(value, Tensor):
-        return value
-    with proxy.tracer.quiet():
-        empty = torch.empty(0, dtype=value.dtype)
-        if builtins.isinstance(value, nn.Parameter):
-            return nn.Parameter(empty, requires_grad=False)
-        return empty
+    if builtins.isinstance(obj, torch.SymInt):
+        return 0
+    if builtins.isinstance(obj, torch.SymFloat):
+        return 0.0
+    if builtins.isinstance(obj, torch.SymBool):
+        return False
+    if not builtins.isinstance(obj, ValueProxy):
+        return _empty(obj)
+    if not builtins.isinstance(obj.value, Tensor):
+        return obj.value
+    with obj.tracer.quiet():
+        return _empty(obj.value)
+
+
+def _empty(fake: Tensor) -> Tensor:
+    with no_fake_mode():
+        empty = torch.empty(0, dtype=fake.dtype)
+    if builtins.isinstance(fake, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=False)
+    return empty
 
 
 def _namespaces_of(model: nn.Module) -> list[dict[str, Any]]:

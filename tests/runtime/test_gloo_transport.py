@@ -129,6 +129,27 @@ def test_a_closed_transport_refuses_and_what_it_sent_still_arrives():
     assert run_ranks(2, rank_main) == [0, 1]
 
 
+def test_gradients_have_connections_of_their_own_and_abort_breaks_those_too():
+    def rank_main(rank):
+        activations, gradients = (group(name, rank, 2) for name in ("forward", "backward"))
+        ends = GlooTransport(activations, gradients)
+        found = [torch.zeros(1), torch.zeros(1)]
+        if rank == 0:
+            wait_all([ends.send([torch.tensor([10.0 + tag])], 1, tag) for tag in (6, 7)])
+            dist.barrier()
+            for tag in (6, 7):
+                with pytest.raises(TransportError):
+                    wait_all([ends.recv([torch.zeros(1)], 1, tag)])
+        else:
+            works = [activations.recv([found[0]], 0, 6), gradients.recv([found[1]], 0, 7)]
+            wait_all(works)
+            dist.barrier()
+            ends.abort()
+        return [tensor.item() for tensor in found]
+
+    assert run_ranks(2, rank_main)[1] == [16.0, 17.0]
+
+
 class GlooGroups:
     """Stands where NcclGroups does, so that routing and failure run without a device."""
 

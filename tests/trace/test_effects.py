@@ -212,14 +212,3 @@ def test_nodes_carry_the_users_line_and_the_modules_they_were_called_in() -> Non
     assert source_of(nodes["relu"]) == f"test_effects.py:{line} in forward"
     assert module_path_of(nodes["relu"]) == (("", "Outer"), ("parts.0", "Inner"))
     assert module_path_of(nodes["parts_1"])[-1] == ("parts.1", "Linear")
-
-
-def test_a_branch_on_a_size_is_noted_with_its_line() -> None:
-    def short(y: Tensor) -> Tensor:
-        return y if y.shape[0] < 8 else y[:8]
-
-    traced = trace(Calls(short), (X,), {})
-    line = short.__code__.co_firstlineno + 1
-    assert traced.branches == (f"test_effects.py:{line} in short",)
-    rank = trace(Calls(lambda y: y if y.dim() == 2 else y[0]), (X,), {})
-    assert rank.branches == ()

@@ -39,7 +39,7 @@ def test_a_decoder_gives_the_same_numbers_for_another_batch_and_sequence_length(
     torch.manual_seed(0)
     model = GPT()
     traced = trace(model, (torch.randint(31, (2, 8)),), {})
-    assert traced.branches == ()
+    assert traced.guards == ()
     assert_same(traced, model, (torch.randint(31, (2, 8)),))
     assert_same(traced, model, (torch.randint(31, (3, 13)),))
 
