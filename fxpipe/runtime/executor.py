@@ -224,6 +224,7 @@ class Executor:
         stage, engine = slots.stage, slots.engine
         is_last = stage.index == len(self._placement) - 1
         num_sent, has_loss = stage.num_sent, stage.has_loss
+        edges = tuple(r.edge for r in stage.receives)
 
         def run() -> None:
             wait_all(slots.arriving[m])
@@ -231,7 +232,12 @@ class Executor:
             batch, layout = self._feed.batch[m], self._layouts[m]
             inputs: list[Any] = [batch[i] for i in stage.batch_inputs]
             inputs += [layout.sizes[i] for i in stage.sizes]
-            inputs += slots.received[m]
+            received = slots.received[m]
+            if layout.has_gaps:
+                received = [
+                    layout.edges[e].with_gaps(v) for e, v in zip(edges, received, strict=True)
+                ]
+            inputs += received
             slots.received[m] = []
             if has_loss:
                 inputs.append(self._feed.targets[m])
@@ -369,8 +375,9 @@ class Executor:
 def run_cooperatively(executors: Sequence[Executor], running: list[Executor]) -> None:
     """Runs the programs of several ranks in this thread.
 
-    The last rank that can advance does. So a microbatch goes forward through all stages before
-    the next one starts, and random numbers are drawn in the order of the plain model.
+    The last rank that can advance does, but no stage goes forward before the one in front of it. So
+    a microbatch goes forward through all stages before the next one starts, and random numbers are
+    drawn in the order of the plain model.
 
     Args:
         executors: by rank.
@@ -379,10 +386,22 @@ def run_cooperatively(executors: Sequence[Executor], running: list[Executor]) ->
     Raises:
         ScheduleError: no rank can advance, with the action each of them waits at.
     """
+    ran: set[tuple[int, int]] = set()  # stages and microbatches that went forward
+
+    def is_early(action: Action | None) -> bool:
+        if action is None or action.kind is not Kind.F or action.stage == 0:
+            return False
+        return (action.stage - 1, action.microbatch) not in ran
+
+    turns = executors[::-1]
     while any(executor.current is not None for executor in executors):
-        for executor in reversed(executors):
+        # stable: early ones come last, for orders in which a stage does go first
+        for executor in sorted(turns, key=lambda e: is_early(e.current)):
             running[:] = [executor]
+            action = executor.current
             if executor.advance():
+                if action is not None and action.kind is Kind.F:
+                    ran.add((action.stage, action.microbatch))
                 break
         else:
             running.clear()

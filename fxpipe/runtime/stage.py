@@ -12,6 +12,7 @@ travels over the same edges in the other direction, but not always between the s
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -137,11 +138,13 @@ class TensorLayout:
         order: dimensions from the slowest to the fastest in memory; None if that is their order.
             A channels-last image stays channels-last, so that the same kernels run and give the
             same bits.
+        strides: of a tensor with gaps or repeats in memory, which it travels without; else None.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     order: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
 
     def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """A buffer for a transfer, contiguous, and the same memory as the stage sees it."""
@@ -151,6 +154,17 @@ class TensorLayout:
         memory = torch.empty([self.shape[d] for d in self.order], dtype=self.dtype, device=device)
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return memory, memory.permute(inverse)
+
+    def with_gaps(self, received: Tensor) -> Tensor:
+        """What arrived, in memory as the sender has it: the same kernels run."""
+        if self.strides is None:
+            return received
+        for dim in (d for d, stride in enumerate(self.strides) if stride == 0):
+            received = received.narrow(dim, 0, 1)
+        memory = torch.empty_strided(
+            received.shape, self.strides, dtype=self.dtype, device=received.device
+        )
+        return memory.copy_(received).expand(self.shape)
 
     def for_transfer(self, value: Tensor) -> Tensor:
         """`value` as the contiguous tensor that `empty` makes the buffer for."""
@@ -176,21 +190,32 @@ class Layout:
     edges: tuple[TensorLayout, ...]
     sizes: tuple[object, ...]
 
+    @functools.cached_property
+    def has_gaps(self) -> bool:
+        """Whether what crosses over any edge has gaps or repeats in memory."""
+        return any(edge.strides is not None for edge in self.edges)
+
 
 def layout_of(value: Tensor) -> TensorLayout:
     """The layout of a tensor, or of a fake one.
 
-    A dense tensor keeps its memory order; one with gaps or overlaps travels as a contiguous one.
+    A tensor keeps its memory order, its gaps, and its repeats, which an expanded one has. One whose
+    elements overlap in another way becomes contiguous.
     """
     shape = tuple(int(n) for n in value.shape)
-    strides = value.stride()
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-    if order == list(range(len(shape))):
+    strides = tuple(int(n) for n in value.stride())
+    if 0 in shape:
         return TensorLayout(shape, value.dtype)
-    expected = 1
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    expected, is_dense = 1, True
     for d in reversed(order):
-        if shape[d] != 1:
-            if strides[d] != expected:
+        if shape[d] != 1 and strides[d] != 0:
+            if strides[d] < expected:
                 return TensorLayout(shape, value.dtype)
-            expected *= shape[d]
-    return TensorLayout(shape, value.dtype, tuple(order))
+            is_dense = is_dense and strides[d] == expected
+            expected = strides[d] * shape[d]
+    repeats = any(n != 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+    if repeats or not is_dense:
+        return TensorLayout(shape, value.dtype, strides=strides)
+    in_order = order == list(range(len(shape)))
+    return TensorLayout(shape, value.dtype, None if in_order else tuple(order))

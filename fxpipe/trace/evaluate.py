@@ -126,7 +126,9 @@ class Evaluator:
             fake = torch.empty_strided(
                 leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device
             )
-        return fake.requires_grad_(leaf.requires_grad)
+            fake.requires_grad_(leaf.requires_grad)
+            # a result is no leaf of autograd: the code may write it in place
+            return fake if leaf.is_leaf else fake.clone()
 
 
 @contextmanager

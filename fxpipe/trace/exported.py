@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 
 from fxpipe import compat
 from fxpipe.errors import FxpipeError, TraceError
+from fxpipe.ir.annotations import value_of
 from fxpipe.ir.edges import attribute
-from fxpipe.trace.exporting import LINE, REGION, Exported, Slot, called_by, export
+from fxpipe.trace.exporting import LINE, REGION, SYMBOLS, Exported, Slot, called_by, export
 from fxpipe.trace.inputs import InputBinder, InputSpec, without_data
 from fxpipe.trace.proxies import UntraceableError, ValueProxy, map_values, proxies_in
 from fxpipe.trace.symbolic import device_for, explained, graph_module
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 
 _GUARDED_BY_EXPORT = "a size that torch.export looked at"
 
-# about the example alone, or about sizes, which are guarded
+# about what is guarded, or about data: a rank that runs a part of the model cannot raise the user's
+# error
 _CHECKS = frozenset(
     {
         "_assert_scalar",
@@ -115,11 +117,13 @@ class ExportTracer(ValueTracer):
         inputs = [p for p in self.make_placeholders(bound) if isinstance(p, ValueProxy)]
         if not hasattr(self._exported.module, compat.EXPORT_GUARDS):
             self._guard_all(inputs)
+        _drop_checks(self._exported.module.graph)
         outputs = self._run_graph(self._exported.module, inputs)
         count = len(outputs) - len(self._exported.assigned)
-        for name, value in zip(self._exported.assigned, outputs[count:], strict=True):
-            assigned = self.attribute(value) if isinstance(value, Tensor) else value
-            self.assignments.note(name, assigned)
+        # all values first: buffers may be set to one another
+        values = [self.attribute(v) if isinstance(v, Tensor) else v for v in outputs[count:]]
+        for name, value in zip(self._exported.assigned, values, strict=True):
+            self.assignments.note(name, value)
         self.assignments.write_back()
         return tuple(
             outputs[leaf.position] if isinstance(leaf, Slot) else leaf
@@ -188,9 +192,6 @@ class ExportTracer(ValueTracer):
             return self._run_region(target, args)
         if isinstance(target, compat.HigherOrderOperator):
             raise UntraceableError(f"calls {target}, which no stage can hold")
-        name = target.__name__.partition(".")[0]
-        if name in _CHECKS:
-            return None
         of_torch = isinstance(target, compat.OpOverload)
         if not of_torch and not proxies_in((args, kwargs)):
             return target(*args, **kwargs)  # what is known by now
@@ -206,6 +207,17 @@ class ExportTracer(ValueTracer):
         device, dtype, enabled, cache_enabled, graph, *inputs = args
         with torch.autocast(device, dtype, enabled, cache_enabled):
             return self._run_graph(graph, inputs)
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    """Erases assertions, and the numbers that only they read."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.users:
+            continue
+        name = getattr(node.target, "__name__", "").partition(".")[0]
+        is_number = isinstance(value_of(node), (int, float, *SYMBOLS))
+        if name in _CHECKS or is_number:
+            graph.erase_node(node)
 
 
 def _plain(value: Any) -> Any:

@@ -37,7 +37,8 @@ REGION = "fxpipe.checkpoint"
 LINE = "fxpipe.line"
 """Key under which it carries the user's line; torch.export notes that of the module's forward."""
 
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What stands for a number while a model is exported."""
 
 # recurrent layers keep a second list of their weights
 _OWN_LISTS = ("_flat_weights", "_flat_weight_refs")
@@ -158,7 +159,7 @@ class _Run:
         outputs: list[Any] = []
         self._found.leaves = []
         for leaf in leaves:
-            returned = isinstance(leaf, (Tensor, *_SYMBOLS))
+            returned = isinstance(leaf, (Tensor, *SYMBOLS))
             self._found.leaves.append(Slot(len(outputs)) if returned else _constant(leaf))
             outputs += [leaf] if returned else []
         self._found.assigned = tuple(self._assigned)
@@ -232,7 +233,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _constant(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Size) and any(isinstance(n, _SYMBOLS) for n in leaf):
+    if isinstance(leaf, torch.Size) and any(isinstance(n, SYMBOLS) for n in leaf):
         raise UntraceableError("returns a torch.Size", "return it as a tuple")
     return output_leaf(leaf)
 

@@ -187,6 +187,8 @@ class ValueTracer(fx.Tracer):
             return a.node
         if isinstance(a, Tensor):
             return self.attribute(a).node
+        if type(a).__module__ == "numpy" and getattr(a, "ndim", None) == 0:
+            a = a.item()  # generated code knows no numpy
         made = super().create_arg(a)
         if isinstance(made, fx.Node) and notes.value_of(made) is None:
             notes.set_value(made, map_values(self._fake_of, a))  # a dataclass or a named tuple

@@ -31,7 +31,7 @@ def type_checks_see_values(model: nn.Module) -> Iterator[None]:
     hidden = [
         (namespace, name, check)
         for namespace in _namespaces_of(model)
-        for name, check in (("isinstance", _isinstance), ("type", _type))
+        for name, check in _CHECKS.items()
         if name not in namespace
     ]
     is_tensor = torch.is_tensor
@@ -63,6 +63,13 @@ def _isinstance(obj: object, classes: Any) -> bool:
     # libraries ask for a proxy to learn whether they may look at the data
     hides_data = not builtins.isinstance(obj, ValueProxy) or obj.tracer.known(obj) is None
     return builtins.isinstance(obj, classes) and hides_data
+
+
+def _callable(obj: object) -> bool:
+    return builtins.callable(obj.value if builtins.isinstance(obj, ValueProxy) else obj)
+
+
+_CHECKS = {"isinstance": _isinstance, "type": _type, "callable": _callable}
 
 
 def _without_our_type(classes: Any) -> Any:
