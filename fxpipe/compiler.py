@@ -47,6 +47,14 @@ from fxpipe.trace.inputs import InputBinder, placeholder_names
 
 log = logging.getLogger(__name__)
 
+PREFETCH = 2
+"""Compute actions by which a receive is posted ahead.
+
+A message that finds its receive posted takes one way over gloo, another takes three. Between two
+ranks on two busy cores, a step of small messages took 104 ms with 2 and 210 ms with 1. More would
+fill buffers, and on CUDA occupy multiprocessors, for longer.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
@@ -172,7 +180,7 @@ def make_program(
     microbatches: int,
     *,
     forward_only: bool,
-    prefetch: int = 1,
+    prefetch: int = PREFETCH,
 ) -> tuple[Schedule, Program]:
     """The order of each rank, with transfers; proven complete and free of deadlock.
 

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fxpipe import tree
-from fxpipe.compiler import Compiled, Microbatch, compile_model, first_microbatch, modes
+from fxpipe.builder import Builder
 from fxpipe.errors import FxpipeError, OptionError
-from fxpipe.log import warn_once
+from fxpipe.inspection import Inspection
 from fxpipe.loop import with_gradients
-from fxpipe.manager import Step
 from fxpipe.options import CompileOptions
-from fxpipe.plan import Plan, make_plan
 from fxpipe.runtime.clip import clip_grad_norm
 from fxpipe.runtime.driver import Driver, make_driver
 from fxpipe.runtime.scaler import GradScaler
 from fxpipe.runtime.state import ModelState
 from fxpipe.runtime.stepper import LossPlace
 from fxpipe.runtime.timing import Stopwatch
-from fxpipe.runtime.weights import Weights
-from fxpipe.schedule import Action, Timeline, make_schedule
-from fxpipe.self_check import is_small, self_check
-from fxpipe.session import Session, StepResult, hold
-from fxpipe.trace.inputs import BoundInputs, InputBinder
-from fxpipe.variants import Variant, Variants
+from fxpipe.schedule import Timeline
+from fxpipe.session import StepResult
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fxpipe.emit.script import Example
 
-log = logging.getLogger(__name__)
-
-
-class Pipeline:
+class Pipeline(Inspection):
     """A model cut into stages, with the schedule that drives them.
 
     Made by ``fxpipe.compile``. Every rank makes the same calls with the same batches.
@@ -62,8 +50,6 @@ class Pipeline:
         example_inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
     ) -> None:
         self.options = options
-        self._model = model
-        self._binder = InputBinder(model)
         self._state = ModelState(model)
         if options.verify and self._state.is_meta:
             raise OptionError(
@@ -73,18 +59,11 @@ class Pipeline:
             )
         device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
         self._driver: Driver = make_driver(options.transport, options.ranks, mesh, device)
-        self._placement = _placement(options)
-        self._training = {name: module.training for name, module in model.named_modules()}
-        self._variants = Variants()
-        self._sessions: dict[Hashable, Session] = {}
-        self._first: Compiled | None = None
-        self._first_training = True
-        self._planned_microbatches = options.wanted_microbatches
-        self._weights = Weights(options.weights, options.init) if self._state.is_meta else None
+        self._builder = Builder(model, options, self._driver, self._state)
         self._stopwatch: Stopwatch | None = None
         if example_inputs is not None:
             args, kwargs = self._on_device(example_inputs)
-            self._compile(self._binder.bind(args, kwargs), tuple(args), dict(kwargs))
+            self._builder.variant(self._builder.binder.bind(args, kwargs), args, kwargs)
 
     # ---------------------------------------------------------------------------------------
     # Running
@@ -112,11 +91,15 @@ class Pipeline:
             RankError: a rank failed; every rank raises it with the same cause.
         """
         backward = self.training and torch.is_grad_enabled()
-        if "target" in self._binder.signature.parameters:  # the model computes the loss itself
+        if (
+            "target" in self._builder.binder.signature.parameters
+        ):  # the model computes the loss itself
             kwargs["target"] = target
         args, kwargs, target = self._on_device((args, kwargs, target))
-        bound = self._binder.bind(args, kwargs)
-        session = self._session(bound, args, kwargs, LossPlace.INSIDE, with_backward=backward)
+        bound = self._builder.binder.bind(args, kwargs)
+        session = self._builder.session(
+            bound, args, kwargs, LossPlace.INSIDE, with_backward=backward
+        )
         scale = 1.0 if scaler is None else scaler.get_scale()
         return session.run(bound.tensors, target, self._stopwatch, scale=scale)
 
@@ -136,12 +119,12 @@ class Pipeline:
             RankError: a rank failed; every rank raises it with the same cause.
         """
         args, kwargs = self._on_device((args, kwargs))
-        bound = self._binder.bind(args, kwargs)
+        bound = self._builder.binder.bind(args, kwargs)
         if not (self.training and torch.is_grad_enabled()):
             place = LossPlace.NOWHERE
-            session = self._session(bound, args, kwargs, place, with_backward=False)
+            session = self._builder.session(bound, args, kwargs, place, with_backward=False)
             return session.run(bound.tensors, None, self._stopwatch).output
-        session = self._session(bound, args, kwargs, LossPlace.OUTSIDE, with_backward=True)
+        session = self._builder.session(bound, args, kwargs, LossPlace.OUTSIDE, with_backward=True)
         leaves, resume = session.forward(bound.tensors, self._stopwatch)
         traced = session.compiled.traced
         return traced.output.unflatten(with_gradients(leaves, traced.needs_gradient, resume))
@@ -188,7 +171,7 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Self:
         """Puts the pipeline, not the model that was handed in, in train mode."""
-        self._training = dict.fromkeys(self._training, mode)
+        self._builder.training = dict.fromkeys(self._builder.training, mode)
         return self
 
     def eval(self) -> Self:
@@ -198,7 +181,7 @@ class Pipeline:
     @property
     def training(self) -> bool:
         """Whether the model as a whole is in train mode."""
-        return bool(self._training[""])
+        return bool(self._builder.training[""])
 
     # ---------------------------------------------------------------------------------------
     # Parameters and state
@@ -278,253 +261,8 @@ class Pipeline:
         """Whether this process holds the parameter or buffer of that canonical name."""
         ranks = self._driver.ranks
         return self._driver.is_whole or any(
-            self._placement[s] in ranks for s in self._owner_stages(name)
+            self._builder.placement[s] in ranks for s in self._builder.owner_stages(name)
         )
 
     def _owner_rank(self, name: str) -> int:
-        return self._placement[self._owner_stages(name)[0]]
-
-    def _owner_stages(self, name: str) -> tuple[int, ...]:
-        # What no stage reads, the first one keeps: it is saved and loaded, and never gets a
-        # gradient.
-        return self._require_compiled().owners.get(name, (0,))
-
-    # ---------------------------------------------------------------------------------------
-    # Looking inside
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the model has been traced and cut."""
-        return self._first is not None
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """What each pass did to the graph: its text before and after."""
-        return self._require_compiled().steps
-
-    def graph(self, stage: int) -> fx.GraphModule:
-        """The graph of one stage, with its send and recv nodes."""
-        self._check_index("stage", stage, self.options.stages)
-        return self._require_compiled().stage_graphs[stage].module
-
-    def output_dims(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | None, ...]:
-        """Along which dimension the microbatches of a batch join, for each leaf of its output.
-
-        Returns:
-            None for a leaf without rows, which is as the first microbatch gives it.
-        """
-        bound = self._binder.bind(args, kwargs)
-        compiled, _ = self._compile(bound, tuple(args), kwargs)
-        dims = compiled.batch_dims
-        piece = dims.split(bound.tensors, self._microbatches(dims.rows(bound.tensors)))[0]
-        return compiled.probe.output_dims(piece, dims.dims)
-
-    def program(self, rank: int) -> tuple[Action, ...]:
-        """The actions of one rank, transfers included."""
-        self._check_index("rank", rank, self.options.ranks)
-        return self.plan.program[rank]
-
-    def code(
-        self,
-        rank: int,
-        *,
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        target: Any = None,
-        unroll: bool = False,
-    ) -> str:
-        """The script of one rank, as `emit` writes it for the same arguments."""
-        from fxpipe.emit.script import rank_code
-
-        self._check_index("rank", rank, self.options.ranks)
-        compiled, plan, example = self._to_emit(args, kwargs, target)
-        return rank_code(compiled, plan, rank, options=self.options, example=example, unroll=unroll)
-
-    @property
-    def plan(self) -> Plan:
-        """What was decided: cuts, schedule, costs and transfers of every stage."""
-        compiled, count = self._require_compiled(), self._planned_microbatches
-        return make_plan(compiled, self.options, count, training=self._first_training)
-
-    def report(self) -> str:
-        """The plan as text."""
-        return self.plan.report()
-
-    def simulate(self) -> Timeline:
-        """One step as predicted from the estimated costs of the stages."""
-        return self.plan.simulate()
-
-    def emit(
-        self,
-        folder: str | Path,
-        *,
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        target: Any = None,
-        unroll: bool = False,
-    ) -> Path:
-        """Writes scripts that run the pipeline without the compiler, and the state they start from.
-
-        Under torchrun each rank calls it and writes its own files.
-
-        Args:
-            folder: made if it is not there.
-            args: positional inputs of a batch, which is saved with the scripts. None, as `kwargs`:
-                no batch is saved, and the scripts are for microbatches like the one that was
-                traced.
-            kwargs: its keyword inputs.
-            target: what the loss compares with. The loss is traced with it; without one it is
-                imported by the script, if it has to be.
-            unroll: the order of actions without loops, one line an action.
-
-        Returns:
-            Path of ``run.py``, to be started by ``torchrun --nproc-per-node <ranks>``.
-
-        Raises:
-            FxpipeError: the model or its loss cannot be written down, or nothing is compiled yet
-                and no batch is given.
-        """
-        from fxpipe.emit.script import emit
-
-        compiled, plan, example = self._to_emit(args, kwargs, target)
-        return emit(
-            compiled,
-            plan,
-            Path(folder),
-            options=self.options,
-            ranks=self._driver.ranks,
-            example=example,
-            unroll=unroll,
-        )
-
-    def _to_emit(
-        self, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, target: Any
-    ) -> tuple[Compiled, Plan, Example | None]:
-        """What scripts for this batch are made of; of the first batch if none is given."""
-        from fxpipe.emit.script import Example
-
-        if args is None and kwargs is None:
-            if target is not None:
-                raise OptionError("a target is given without its batch", hint="pass args= too")
-            return self._require_compiled(), self.plan, None
-        given, named = tuple(args or ()), dict(kwargs or {})
-        bound = self._binder.bind(given, named)
-        compiled, _ = self._compile(bound, given, named)
-        count = self._microbatches(compiled.batch_dims.rows(bound.tensors))
-        plan = make_plan(compiled, self.options, count, training=self.training)
-        return compiled, plan, Example(bound.tensors, target)
-
-    def _check_index(self, what: str, index: int, count: int) -> None:
-        if not 0 <= index < count:
-            raise OptionError(f"there is no {what} {index}", hint=f"{what}s are 0 to {count - 1}")
-
-    def _require_compiled(self) -> Compiled:
-        if self._first is None:
-            raise FxpipeError(
-                "the pipeline is not compiled yet: no batch has been seen",
-                hint="pass example_inputs=(args, kwargs) to compile, or run a step first",
-            )
-        return self._first
-
-    # ---------------------------------------------------------------------------------------
-    # Compiling
-
-    def _session(
-        self,
-        bound: BoundInputs,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        loss: LossPlace,
-        *,
-        with_backward: bool,
-    ) -> Session:
-        compiled, held = self._compile(bound, args, kwargs)
-        rows = compiled.batch_dims.rows(bound.tensors)
-        count = self._microbatches(rows)
-        key = (id(compiled), count, loss, with_backward)
-        if key not in self._sessions:
-            self._sessions[key] = Session(
-                compiled,
-                held,
-                self.options,
-                self._driver,
-                microbatches=count,
-                loss=loss,
-                with_backward=with_backward,
-            )
-        return self._sessions[key]
-
-    def _microbatches(self, rows: int) -> int:
-        wanted = self.options.wanted_microbatches
-        if rows < wanted and self.options.microbatches is not None:
-            warn_once(
-                log, "a batch of %d rows is cut into %d microbatches, not %d", rows, rows, wanted
-            )
-        return min(wanted, rows)
-
-    def _compile(
-        self, bound: BoundInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Variant:
-        """The graph for this mode, and these inputs; traced if there is none yet."""
-        mode = tuple(self._training.values())
-        frozen = tuple(p.requires_grad for p in self._model.parameters())
-
-        def pieces(compiled: Compiled) -> list[list[Tensor]]:
-            dims = compiled.batch_dims
-            return dims.split(bound.tensors, self._microbatches(dims.rows(bound.tensors)))
-
-        def make() -> Variant:
-            example = first_microbatch(self._model, args, kwargs, self.options)
-            return self._make(example, bound)
-
-        return self._variants.choose((mode, frozen, bound.key), bound.tensors, pieces, make)
-
-    def _make(self, example: Microbatch, bound: BoundInputs) -> Variant:
-        compiled = self._compile_on(example)
-        if self._first is None:
-            self._first, self._first_training = compiled, self.training
-            self._planned_microbatches = self._microbatches(compiled.batch_dims.rows(bound.tensors))
-        held = hold(
-            compiled,
-            self._placement,
-            self._driver.ranks,
-            self._state,
-            self._driver.device,
-            self._weights,
-        )
-        self._sessions = {
-            key: session
-            for key, session in self._sessions.items()
-            if session.compiled in self._variants
-        }
-        return Variant(compiled, held)
-
-    def _compile_on(self, example: Microbatch) -> Compiled:
-        with modes(self._model, self._training):
-            compiled = compile_model(
-                self._model,
-                example,
-                self.options,
-                canonical=self._state.canonical,
-                training=self.training,
-                like=self._first,
-            )
-            wanted = self.options.verify
-            if is_small(self._model) if wanted is None else wanted:
-                self_check(
-                    self._model,
-                    compiled,
-                    example.args,
-                    example.kwargs,
-                    self._state.canonical,
-                    training=self.training,
-                )
-        return compiled
-
-
-def _placement(options: CompileOptions) -> tuple[int, ...]:
-    """Rank of every stage, whatever the number of microbatches."""
-    schedule = make_schedule(
-        options.schedule, stages=options.stages, chunks=options.chunks, microbatches=1
-    )
-    return schedule.placement
+        return self._builder.placement[self._builder.owner_stages(name)[0]]

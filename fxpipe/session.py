@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.compiler import Compiled, make_program
+from fxpipe.compiler import PREFETCH, Compiled, make_program
 from fxpipe.ir.text import format_graph
 from fxpipe.options import CompileOptions
 from fxpipe.runtime.driver import Driver
@@ -113,7 +113,7 @@ class Session:
             dataclasses.replace(options, schedule="GPipe") if is_outside else options,
             microbatches,
             forward_only=not with_backward,
-            prefetch=0 if is_outside else 1,
+            prefetch=0 if is_outside else PREFETCH,
         )
         stages = dict(held.stages)
         if (last := options.stages - 1) in stages:
