@@ -91,15 +91,12 @@ class Pipeline(Inspection):
             RankError: a rank failed; every rank raises it with the same cause.
         """
         backward = self.training and torch.is_grad_enabled()
-        if (
-            "target" in self._builder.binder.signature.parameters
-        ):  # the model computes the loss itself
-            kwargs["target"] = target
+        binder = self._builder.binder
+        if "target" in binder.signature.parameters:
+            kwargs["target"] = target  # the model computes the loss itself
         args, kwargs, target = self._on_device((args, kwargs, target))
-        bound = self._builder.binder.bind(args, kwargs)
-        session = self._builder.session(
-            bound, args, kwargs, LossPlace.INSIDE, with_backward=backward
-        )
+        bound, place = binder.bind(args, kwargs), LossPlace.INSIDE
+        session = self._builder.session(bound, args, kwargs, place, with_backward=backward)
         scale = 1.0 if scaler is None else scaler.get_scale()
         return session.run(bound.tensors, target, self._stopwatch, scale=scale)
 

@@ -28,7 +28,7 @@ class StagePlan:
         parameters: number of elements of the parameters it holds.
         parameter_bytes: their bytes.
         forward_s: estimated seconds of F for one microbatch.
-        backward_s: estimated seconds of B.
+        backward_s: estimated seconds of B; 0 where it never runs.
         sends: values it sends, each with its type and the stages that read it.
     """
 
@@ -126,7 +126,7 @@ def make_plan(
         model=compiled.name,
         front_end=compiled.traced.front_end,
         cuts=compiled.cuts,
-        stages=tuple(_stage_plans(compiled, schedule.placement)),
+        stages=tuple(_stage_plans(compiled, schedule.placement, training=training)),
         schedule=schedule,
         program=program,
         routes=compiled.routes if training else Routes(compiled.routes.forward, ()),
@@ -134,7 +134,9 @@ def make_plan(
     )
 
 
-def _stage_plans(compiled: Compiled, placement: Sequence[int]) -> list[StagePlan]:
+def _stage_plans(
+    compiled: Compiled, placement: Sequence[int], *, training: bool
+) -> list[StagePlan]:
     plans = []
     for graph, stage, cost in zip(
         compiled.stage_graphs, compiled.stages, compiled.costs, strict=True
@@ -156,7 +158,7 @@ def _stage_plans(compiled: Compiled, placement: Sequence[int]) -> list[StagePlan
                 parameters=sum(p.numel() for p in parameters),
                 parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
                 forward_s=cost.forward_s,
-                backward_s=cost.backward_s,
+                backward_s=cost.backward_s if training else 0.0,
                 sends=tuple(sends),
             )
         )

@@ -128,7 +128,7 @@ class ModelState:
         """Copies the entries whose tensors are here.
 
         Raises:
-            InputError: `strict`, and an entry is missing or unknown.
+            InputError: `strict`, and an entry is missing or unknown; or one has another shape.
         """
         known = self._model.state_dict()
         wanted = {k for k in known if is_here(self.canonical.get(k, k))}
@@ -145,8 +145,13 @@ class ModelState:
                 own = self._moved.get(self.canonical.get(key, key))
                 if own is None:
                     shared[key] = state_dict[key]
-                else:
-                    own.copy_(state_dict[key])
+                    continue
+                if own.shape != state_dict[key].shape:  # copy_ would broadcast
+                    raise InputError(
+                        f"{key} has shape {list(state_dict[key].shape)} in the state dict, "
+                        f"{list(own.shape)} in the model"
+                    )
+                own.copy_(state_dict[key])
             if shared:
                 self._model.load_state_dict(_with_metadata(shared, state_dict), strict=False)
 

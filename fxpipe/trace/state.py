@@ -6,6 +6,7 @@ updates its statistics; afterwards every module has the attributes it had before
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 from fxpipe.compat import FakeTensorMode, state_of, storage_id
 from fxpipe.errors import TraceError
+
+# hooks, which libraries add when a model is called first, are in ordered dictionaries
+_RESTORED = (list, dict, OrderedDict, set)
 
 
 class Change:
@@ -113,7 +117,7 @@ class FakeState:
             owned = (vars(module), parameters, buffers)
             self._saved.append((prefix, module, tuple(dict(d) for d in owned)))
             for key, value in vars(module).items():
-                if type(value) in (list, dict, set) and key not in ("_parameters", "_buffers"):
+                if type(value) in _RESTORED and key not in ("_parameters", "_buffers"):
                     self._contents.append((f"{prefix}.{key}", value, value.copy()))
             for tensors in (parameters, buffers):
                 for key, value in tensors.items():
@@ -146,7 +150,7 @@ class FakeState:
         for name, held, then in self._contents:
             if type(held) is list and not _same_items(held, then):
                 yield Change("", name.removeprefix("."), held.copy())
-            if type(held) is dict and not _same_items(list(held.values()), list(then.values())):
+            if isinstance(held, dict) and not _same_items(list(held.values()), list(then.values())):
                 yield Change("", name.removeprefix("."), held.copy())
 
     def registered(self) -> Iterator[Change]:
