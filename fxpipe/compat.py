@@ -159,6 +159,21 @@ def export_mode() -> Iterator[FakeTensorMode]:
 
 
 @contextlib.contextmanager
+def export_hidden() -> Iterator[None]:
+    """Lets code that asks whether it is exported or compiled do what it does in eager mode.
+
+    ``torch.compiler._is_exporting_flag`` and ``_is_compiling_flag``, checked on 2.14.1. Libraries
+    take other ways for export, which give other bits.
+    """
+    flags = torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag
+    torch.compiler._is_exporting_flag = torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag = flags
+
+
+@contextlib.contextmanager
 def nodes_annotated(key: str, value: object) -> Iterator[None]:
     """While inside, the nodes that export makes carry `value`; see `annotation_of`.
 

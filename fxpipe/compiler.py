@@ -20,12 +20,11 @@ from fxpipe.errors import OptionError
 from fxpipe.ir.annotations import (
     canonical_name,
     find_cost,
-    module_path_of,
     mutates_of,
+    origin_of,
     require_stage,
     routes_of,
     set_canonical_names,
-    source_of,
     tied_parameters,
     tied_routes,
     value_of,
@@ -137,7 +136,7 @@ def compile_model(
     input_index = {p.name: i for i, p in enumerate(traced.inputs.placeholders)}
     sizes = list(dict.fromkeys(name for s in stage_graphs for name in s.sizes))
     size_index = {name: i for i, name in enumerate(sizes)}
-    origins = {n.name: _origin(n) for n in graph.graph.nodes}
+    origins = {n.name: origin_of(n) for n in graph.graph.nodes}
     stages = tuple(peel(s, input_index, size_index, origins) for s in stage_graphs)
     owners = _owners(graph)
     compiled = Compiled(
@@ -277,13 +276,6 @@ def _placing_pass(options: CompileOptions, like: Compiled | None) -> Pass:
     if options.cuts is not None:
         return AssignStages(tuple(options.cuts))
     return BalanceStages(options.stages, by=options.balance)
-
-
-def _origin(node: fx.Node) -> str:
-    """Where in the user's model a node comes from."""
-    path = module_path_of(node)
-    module = f"{path[-1][0] or 'the model'} ({path[-1][1]})" if path else ""
-    return ", ".join(part for part in (module, source_of(node)) if part)
 
 
 def _routes(graph: fx.GraphModule) -> Routes:

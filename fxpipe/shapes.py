@@ -16,9 +16,10 @@ from torch import Tensor, fx
 
 from fxpipe import compat
 from fxpipe.errors import InputError
-from fxpipe.ir.annotations import routes_of, value_of
+from fxpipe.ir.annotations import origin_of, routes_of, value_of
 from fxpipe.runtime.stage import Layout, TensorLayout, layout_of
 from fxpipe.runtime.stepper import restored_autocast
+from fxpipe.runtime.transport.interface import first_line
 from fxpipe.trace.fold import Folder, Unknown
 from fxpipe.trace.guards import Guard, plain_value
 from fxpipe.trace.replay import Replay, fake_like, fake_state
@@ -186,7 +187,14 @@ class _GuardedRun(Replay):
         self._folder = Folder(lambda node: self.env.get(node, value_of(node)), after_trace=True)
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        try:
+            value = super().run_node(n)
+        except Exception as error:  # a model may raise anything on a shape it was not made for
+            raise InputError(
+                f"the model fails on a microbatch of these shapes: {first_line(error)}",
+                at=origin_of(n),
+                hint="the rows and the number of microbatches decide them",
+            ) from error
         guard = self._guards.get(n.name)
         if guard is not None and not guard.holds(self._seen(n, value)):
             raise _GuardFailed(guard)

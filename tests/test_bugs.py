@@ -2,10 +2,12 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.errors import InputError
 
 
 def gradients_equal(model, pipe, x, y, loss, microbatches):
@@ -41,3 +43,18 @@ def test_a_model_that_writes_its_input_in_place_trains():
     pipe = fxpipe.compile(model, 2, loss=loss, microbatches=4, example_inputs=((x,), {}))
     assert gradients_equal(model, pipe, x, y, loss, 4)
     assert torch.equal(x, before)
+
+
+def test_a_last_batch_that_the_model_refuses_is_told_with_the_module_and_its_line():
+    """The last batch of an epoch has six rows, and makes microbatches of one.
+
+    Batch norm refuses a single row. The error was a bare ``ValueError`` out of the shape
+    propagation. Right: it names the module and the user's line, as at compile.
+    """
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    x, y = torch.randn(12, 4), torch.randn(12, 2)
+    loss = nn.functional.mse_loss
+    pipe = fxpipe.compile(model, 2, loss=loss, microbatches=6, example_inputs=((x,), {}))
+    with pytest.raises(InputError, match="more than 1 value per channel") as caught:
+        pipe.step(x[:6], target=y[:6])
+    assert "BatchNorm1d" in caught.value.at

@@ -59,6 +59,13 @@ def set_module_path(node: Node, path: tuple[tuple[str, str], ...]) -> None:
     node.meta[_MODULE_PATH] = path
 
 
+def origin_of(node: Node) -> str:
+    """Where in the user's model a node comes from: ``blocks.7.attn (Attention), model.py:12``."""
+    path = module_path_of(node)
+    module = f"{path[-1][0] or 'the model'} ({path[-1][1]})" if path else ""
+    return ", ".join(part for part in (module, source_of(node)) if part)
+
+
 def mutates_of(node: Node) -> tuple[str, ...]:
     """Names of the argument nodes whose tensors the node writes in place."""
     return tuple(node.meta.get(_MUTATES, ()))

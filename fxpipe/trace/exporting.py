@@ -152,6 +152,7 @@ class _Run:
             regions_exported(self),
             self._assignments_noted(),
             _Watch(),
+            compat.export_hidden(),
         ):
             result = self._model(*args, **kwargs)
         self._refuse_leaks()
