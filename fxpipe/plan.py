@@ -49,7 +49,8 @@ class Plan:
 
     Args:
         model: class of the model.
-        front_end: what captured it: ``"fx"``.
+        front_end: what captured it: ``"fx"`` or ``"export"``.
+        why_not: why a better front end could not; empty if the best did.
         cuts: first node of stages 1, 2, ...
         stages: one a stage.
         schedule: the order of compute.
@@ -60,6 +61,7 @@ class Plan:
 
     model: str
     front_end: str
+    why_not: str
     cuts: tuple[str, ...]
     stages: tuple[StagePlan, ...]
     schedule: Schedule
@@ -97,7 +99,7 @@ class Plan:
         shares = [(s.forward_s + s.backward_s) / total for s in self.stages]
         lines = [
             f"{self.model}: {len(self.stages)} stages on {self.schedule.ranks} ranks, "
-            f"traced by {self.front_end}",
+            f"traced by {self.front_end}" + (f" ({self.why_not})" if self.why_not else ""),
             "",
             tabulate.tabulate(rows, headers="keys"),
             "",
@@ -125,6 +127,7 @@ def make_plan(
     return Plan(
         model=compiled.name,
         front_end=compiled.traced.front_end,
+        why_not=compiled.traced.why,
         cuts=compiled.cuts,
         stages=tuple(_stage_plans(compiled, schedule.placement, training=training)),
         schedule=schedule,

@@ -169,7 +169,8 @@ def name_of_call(node: fx.Node) -> str:
     if node.op == "call_module":
         assert node.graph.owning_module is not None
         return type(node.graph.owning_module.get_submodule(str(node.target))).__name__
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0]  # an operator of ATen is named with its overload
 
 
 def can_have_gradient(tensor: Tensor) -> bool:

@@ -93,7 +93,7 @@ def test_show_prints_the_parts_that_are_asked_for_and_no_other(
     graph, program, grid = text.split("\n\n")
     assert "stage 1\n" in graph
     assert "stage 0\n" not in graph
-    assert program.startswith("rank 0: 0F0 0SEND_F0 0RECV_B0 0F1 ")
+    assert program.startswith("rank 0: 0RECV_B0 0F0 0SEND_F0 0F1 ")
     assert grid.endswith("bubble 20.0%\n")
 
 
@@ -105,8 +105,8 @@ def test_show_prints_all_graphs_and_programs_if_none_is_named(
         "stage 0",
         "stage 1",
     ]
-    assert re.findall(r"^rank \d: \dF0|^rank \d: \dRECV_F0", text, re.M) == [
-        "rank 0: 0F0",
+    assert re.findall(r"^rank \d: \dRECV_[FB]0", text, re.M) == [
+        "rank 0: 0RECV_B0",
         "rank 1: 1RECV_F0",
     ]
 
