@@ -95,6 +95,8 @@ class Builder:
         count = self.microbatches(compiled.batch_dims.rows(bound.tensors))
         key = (id(compiled), count, loss, with_backward)
         if key not in self._sessions:
+            kept = {k: s for k, s in self._sessions.items() if s.compiled in self._variants}
+            self._sessions = kept  # a graph that was dropped takes its sessions with it
             self._sessions[key] = Session(
                 compiled,
                 held,
@@ -136,11 +138,6 @@ class Builder:
             self._driver.device,
             self._weights,
         )
-        self._sessions = {
-            key: session
-            for key, session in self._sessions.items()
-            if session.compiled in self._variants
-        }
         return Variant(compiled, held)
 
     def _compile_on(self, example: Microbatch) -> Compiled:

@@ -74,7 +74,13 @@ class GlooTransport:
             raise _failed("receive from", peer, error) from error
 
     def lost(self) -> tuple[int, ...]:
-        return tuple(p for p in self._peers() if self._expect_nothing(self.group, p) is None)
+        # the end of a process is seen on one of its connections before the other
+        groups = (self.group, self._gradients)
+        return tuple(
+            peer
+            for peer in self._peers()
+            if any(self._expect_nothing(group, peer) is None for group in groups)
+        )
 
     def abort(self) -> None:
         self._abort(self.group)
