@@ -208,6 +208,25 @@ EXPORT_GUARDS = "_guards_fn"
 example; checked on 2.14.1."""
 
 
+def run_export_guards(
+    guards: nn.Module, inputs: Sequence[Any], after: Callable[[str], None]
+) -> None:
+    """Runs these assertions on any stand-in for the inputs; `after` gets the text of each.
+
+    ``torch._assert``, which they call with their text, checked on 2.14.1.
+    """
+    original = torch._assert
+
+    def note(condition: object, message: object) -> None:
+        after(str(message).removeprefix("Guard failed: "))
+
+    torch._assert = note
+    try:
+        guards.forward(*inputs)
+    finally:
+        torch._assert = original
+
+
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException)
 """What a fake tensor raises when data is asked of it.
 

@@ -7,8 +7,10 @@ behind proxies: nodes then know the same as nodes of the fx front end, and have 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +29,6 @@ from fxpipe.trace.traced import Traced
 from fxpipe.trace.tracer import ValueTracer
 
 log = logging.getLogger(__name__)
-
-_GUARDED_BY_EXPORT = "a size that torch.export looked at"
 
 # about what is guarded, or about data: a rank that runs a part of the model cannot raise the user's
 # error
@@ -133,8 +133,6 @@ class ExportTracer(ValueTracer):
     def place(self) -> tuple[str, tuple[tuple[str, str], ...]]:
         if self._at is None:
             return "", ()
-        if self._at.target == compat.EXPORT_GUARDS:
-            return _GUARDED_BY_EXPORT, ()
         return compat.annotation_of(self._at, LINE) or "", _module_path(self._at)
 
     @property
@@ -149,6 +147,21 @@ class ExportTracer(ValueTracer):
             if proxy.value.dim():
                 sizes = self.record("call_method", "size", (proxy,), {})
                 self.guard(sizes.node, sizes.value)
+
+    def _run_guards(self, guards: nn.Module, inputs: Sequence[Any]) -> None:
+        """Looks at sizes as torch.export says that the model did; the looks become guards."""
+        before = set(self.guards)
+
+        def name_lines(condition: str) -> None:
+            named = re.sub(
+                r"\binputs_(\d+)\b", lambda m: self.placeholders[int(m[1])].path, condition
+            )
+            for name in self.guards.keys() - before:
+                line = f"{named}, as torch.export found"
+                self.guards[name] = dataclasses.replace(self.guards[name], line=line)
+            before.update(self.guards)
+
+        compat.run_export_guards(guards, inputs, name_lines)
 
     def _run_graph(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Traces a graph. Returns its outputs."""
@@ -169,7 +182,7 @@ class ExportTracer(ValueTracer):
                 known[node] = self._attribute(module, str(node.target))
             elif node.op == "call_module":
                 assert node.target == compat.EXPORT_GUARDS
-                module.get_submodule(node.target).forward(*args)  # its branches become ours
+                self._run_guards(module.get_submodule(node.target), args)
             else:
                 kwargs = map_values(look_up, _plain(node.kwargs))
                 known[node] = self._run_node(node, args, kwargs)

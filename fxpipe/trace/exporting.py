@@ -105,7 +105,7 @@ def export(
         sizes = tuple((Dim.AUTO,) * tensor.dim() for tensor in inputs)
         found.state.install(attributes=True)
         try:
-            with torch.enable_grad(), _without_autocast(), _quiet(), compat.annotations_kept():
+            with torch.enable_grad(), _quiet(), compat.annotations_kept():
                 program = torch.export.export(
                     _Root(model, call),
                     inputs,
@@ -244,19 +244,6 @@ def _example(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
     zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     return zeros.requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Keeps the caller's own autocast out of the graph, which would hold its casts."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in kinds:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            torch.set_autocast_enabled(kind, True)
 
 
 @contextlib.contextmanager

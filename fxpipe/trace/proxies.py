@@ -74,7 +74,7 @@ class ValueProxy(fx.Proxy):
         return bool(self.concrete("branches on"))
 
     def __int__(self) -> int:
-        return int(self.concrete("makes an int of"))
+        return int(self._rounded("makes an int of", int))
 
     def __float__(self) -> float:
         return float(self.concrete("makes a float of"))
@@ -86,7 +86,14 @@ class ValueProxy(fx.Proxy):
         return operator.index(self.concrete("makes an index of"))
 
     def __round__(self, digits: int | None = None) -> Any:
-        return round(self.concrete("rounds"), digits)
+        return self._rounded("rounds", round, digits)
+
+    def _rounded(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """What Python is given of a number, which is the same for many numbers."""
+        if isinstance(self.value, Tensor):
+            return function(self.concrete(what), *args)
+        made = self.tracer.record("call_function", function, (self, *args), {})
+        return made.concrete(what) if isinstance(made, ValueProxy) else made
 
     def __hash__(self) -> int:
         # a size must find itself in a dictionary; a tensor hashes by identity, as in eager code
@@ -140,6 +147,12 @@ class AttributeProxy(ValueProxy):
             vars(self)["held"] = made.node
         held: fx.Node = self.held
         return held
+
+    def concrete(self, what: str) -> Any:
+        return self.value  # a method is the same for all sizes
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tracer.record("call_method", self.attr, (self.root, *args), kwargs)
