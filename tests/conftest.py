@@ -80,8 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    part = any("::" in argument for argument in config.args)
-    if part or config.option.keyword or config.option.markexpr or config.option.lf:
+    chosen = (config.option.keyword, config.option.markexpr, getattr(config.option, "lf", False))
+    if any(chosen) or any("::" in argument for argument in config.args):
         return
     stale = [str(path.relative_to(TESTS)) for path in stale_golden_files(items)]
     if stale:

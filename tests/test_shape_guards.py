@@ -154,6 +154,17 @@ def _graphs(pipe: fxpipe.Pipeline) -> list[Any]:
     return found
 
 
+@torch.fx.wrap
+def reshaped(x: Tensor, sizes: list[int]) -> Tensor:
+    sizes.append(-1)
+    return x.view(sizes)
+
+
+def test_functions_may_write_the_lists_that_they_are_given() -> None:
+    model = Looks(lambda self, x: reshaped(x, [x.shape[0], 4]))
+    assert_steps(compiled(model, 4, 4, 4), model, 6, 4, 4)
+
+
 # ---------------------------------------------------------------------------------------------
 # Where the rows of the output are
 

@@ -1,7 +1,8 @@
-"""From a model to a graph: fx tracing with fake values, and how batches bind to the graph."""
+"""From a model to a graph: tracing with fake values, its guards, and how batches bind to it."""
 
 from fxpipe.trace.front_ends import trace
+from fxpipe.trace.guards import Guard
 from fxpipe.trace.inputs import BoundInputs, InputBinder, InputSpec, Placeholder
 from fxpipe.trace.traced import Traced
 
-__all__ = ["BoundInputs", "InputBinder", "InputSpec", "Placeholder", "Traced", "trace"]
+__all__ = ["BoundInputs", "Guard", "InputBinder", "InputSpec", "Placeholder", "Traced", "trace"]

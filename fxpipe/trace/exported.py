@@ -24,6 +24,7 @@ from fxpipe.ir.edges import attribute
 from fxpipe.trace.exporting import LINE, REGION, SYMBOLS, Exported, Slot, called_by, export
 from fxpipe.trace.inputs import InputBinder, InputSpec, without_data
 from fxpipe.trace.proxies import UntraceableError, ValueProxy, map_values, proxies_in
+from fxpipe.trace.replay import in_plain_containers
 from fxpipe.trace.symbolic import device_for, explained, graph_module
 from fxpipe.trace.traced import Traced
 from fxpipe.trace.tracer import ValueTracer
@@ -172,7 +173,7 @@ class ExportTracer(ValueTracer):
             return known[leaf] if isinstance(leaf, fx.Node) else leaf
 
         for node in module.graph.nodes:
-            args = map_values(look_up, _plain(node.args))
+            args = map_values(look_up, in_plain_containers(node.args))
             if node.op == "output":
                 return tuple(args[0])
             self._at = node
@@ -184,7 +185,7 @@ class ExportTracer(ValueTracer):
                 assert node.target == compat.EXPORT_GUARDS
                 self._run_guards(module.get_submodule(node.target), args)
             else:
-                kwargs = map_values(look_up, _plain(node.kwargs))
+                kwargs = map_values(look_up, in_plain_containers(node.kwargs))
                 known[node] = self._run_node(node, args, kwargs)
         raise AssertionError("a graph ends with its output")
 
@@ -231,15 +232,6 @@ def _drop_checks(graph: fx.Graph) -> None:
         is_number = isinstance(value_of(node), (int, float, *SYMBOLS))
         if name in _CHECKS or is_number:
             graph.erase_node(node)
-
-
-def _plain(value: Any) -> Any:
-    """Arguments of a node in plain containers."""
-    if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _module_path(node: fx.Node) -> tuple[tuple[str, str], ...]:

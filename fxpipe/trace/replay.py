@@ -33,8 +33,7 @@ class Replay(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        # fx keeps immutable lists, which some operators do not take
-        return map_values(lambda leaf: leaf, tuple(args)), map_values(lambda leaf: leaf, kwargs)
+        return in_plain_containers(args), in_plain_containers(kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         return self._state[target] if target in self._state else super().fetch_attr(target)
@@ -62,6 +61,17 @@ class Replay(fx.Interpreter):
         except compat.DataDependent:
             log.debug("module=%s run on zeros", target)
             return _on_zeros(call, (state, *args), kwargs)
+
+
+def in_plain_containers(value: Any) -> Any:
+    """Arguments of a node as code expects them: fx keeps lists that cannot be written."""
+    if type(value) is tuple:
+        return tuple(in_plain_containers(item) for item in value)
+    if isinstance(value, list):
+        return [in_plain_containers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: in_plain_containers(item) for key, item in value.items()}
+    return value
 
 
 def fake_state(module: nn.Module) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ def measure(entry: Entry) -> Result:
     result = Result(entry.family, entry.name)
     try:
         case = entry.case()
-        pipe = _compile(case, result)
+        pipe = _compile(case, result, on_meta=entry.on_meta)
         if entry.on_meta:
             result.outcome = COMPILED
             return result
@@ -73,7 +73,12 @@ def measure(entry: Entry) -> Result:
     return result
 
 
-def _compile(case: Case, result: Result) -> Pipeline:
+def _zeros(_name: str, tensor: torch.Tensor) -> None:
+    """Values for a model that has none, and that is not run."""
+    tensor.zero_()
+
+
+def _compile(case: Case, result: Result, *, on_meta: bool) -> Pipeline:
     result.parameters = sum(p.numel() for p in case.model.parameters())
     started = time.perf_counter()
     pipe = compile_pipeline(
@@ -83,6 +88,7 @@ def _compile(case: Case, result: Result) -> Pipeline:
         microbatches=MICROBATCHES,
         batch_dims=case.batch_dims,
         example_inputs=(case.args, case.kwargs),
+        init=_zeros if on_meta else None,
     )
     result.compile_s = time.perf_counter() - started
     plan = pipe.plan
