@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import pickle
 
@@ -86,9 +87,9 @@ def test_a_transfer_outside_of_a_port_says_what_to_do():
 def test_the_innermost_port_is_used_and_left_also_after_an_error():
     outer, inner = ops.Mailbox(), ops.Mailbox()
     with ops.port(outer):
-        with pytest.raises(ValueError, match="stop"), ops.port(inner):
+        with contextlib.suppress(ValueError), ops.port(inner):
             ops.send(torch.ones(1), 0, 1, 7)
-            raise ValueError("stop")
+            raise ValueError
         ops.send(torch.ones(1), 0, 1, 8)
     assert list(inner.values) == [(7, 0)]
     assert list(outer.values) == [(8, 0)]
