@@ -71,7 +71,8 @@ def sizes_of(stages, gm, args):
             return value
 
     if wanted:
-        Recorder(copy.deepcopy(gm)).run(*copy.deepcopy(args))
+        with torch.random.fork_rng():  # a dropout in it draws, and must not be seen to
+            Recorder(copy.deepcopy(gm)).run(*copy.deepcopy(args))
     return found
 
 
