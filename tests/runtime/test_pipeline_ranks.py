@@ -1,16 +1,21 @@
 """Whole pipelines over real processes: the same numbers, one state, and one error for all."""
 
+import copy
 import os
 import signal
 import time
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import Phase, assume, given, settings
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import FxpipeError, OptionError, RankError
-from tests import plain
+from tests import plain, random_models
+from tests.graphs import places_to_cut
+from tests.random_models import RandomModel, recipes, target
 from tests.ranks import run_ranks
 
 mse = nn.functional.mse_loss
@@ -90,6 +95,38 @@ def test_ranks_give_the_bits_of_the_plain_model(ranks, schedule):
     assert {n for _, here in found for n in here} == set(buffers)
     # the tied weight is everywhere where it is read, under its first name
     assert [("embed.weight" in held) for held, _ in found].count(True) == 2
+
+
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(st.data())
+def test_a_random_model_gives_the_same_bits_on_ranks_that_share_nothing(data):
+    """Half a second an example, so that there are few, and a failing one is not made smaller."""
+    model, x, y = RandomModel(data.draw(recipes())), random_models.batch(9), target(9)
+    places = places_to_cut(model, *(t.tensor_split(4)[0] for t in x))
+    wanted = min(data.draw(st.integers(1, 3)), len(places))
+    chosen = set(data.draw(st.permutations(places))[:wanted])
+    cuts = [place for place in places if place in chosen]
+    draws = any(step.op == "dropout" for step in model.recipe.steps)
+    assume(wanted and not draws)  # every rank draws random numbers of its own
+    trained = copy.deepcopy(model)
+    wants = [plain.step(trained, x, y, random_models.loss, 4) for _ in range(2)]
+    gradients = {n: p.grad for n, p in trained.named_parameters()}
+    buffers = dict(trained.named_buffers())
+
+    def rank(number):
+        options = {"loss": random_models.loss, "microbatches": 4, "cuts": cuts, "verify": False}
+        pipe = fxpipe.compile(model, wanted + 1, **options)
+        for want in wants:
+            assert torch.equal(pipe.step(*x, target=y).loss, want.loss)
+        for name, parameter in pipe.named_parameters():
+            if gradients[name] is None:  # a tied one may have zeros where no rank has a gradient
+                assert parameter.grad is None or not parameter.grad.any()
+            else:
+                assert torch.equal(parameter.grad, gradients[name]), name
+        for name, buffer in pipe.named_buffers():
+            assert torch.equal(buffer, buffers[name]), name
+
+    run_ranks(wanted + 1, rank)
 
 
 def test_outputs_reach_every_rank_that_asks():
